@@ -11,55 +11,24 @@ import torch.nn.functional as F
 
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels._graph._plain import is_dtensor
-from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_ids, on_classes, picked, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, NeededStats
 from dllm_kernels.deferred._sums import negative
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments
+from dllm_kernels.deferred._tensor import arguments
+from dllm_kernels.deferred._terms import Term
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
 P, LOG_P, P_LOG_P, P_Z = "p", "log p", "p log p", "p z"
 
 
-class SoftmaxTerm(DeferredTensor):
-    """A function of the softmax in the shape of the logits, times a number.
-
-    Attributes:
-        logits: the logits.
-        operation: what the report names as the operation that needs the logits.
-        kind: the softmax, the log-softmax, or the product of the softmax and the log-softmax or the logits; None for a
-            copy.
-        factor: the number.
-    """
-
-    logits: DeferredLogits
-    operation: str
-    kind: str | None
-    factor: float
-
-    @classmethod
-    def of(
-        cls, x: DeferredLogits, sources: Sequence[Any], step: Callable[..., Tensor], dtype: torch.dtype, operation: str,
-        kind: str | None, factor: float = 1.0,
-    ) -> Any:  # fmt: skip
-        """Return ``step(*sources)``."""
-        x.check_unchanged()
-        meta = torch.empty(x.shape, dtype=dtype, device="meta")
-        recipe = Step(step, x.restored, sources)
-        return cls.create(
-            meta, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, kind=kind, factor=factor
-        )
-
-    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
-        """Return a copy."""
-        return self.of(self.logits, sources, step, step(self.meta).dtype, self.operation, None)
-
-    def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the values; the report names the operation of the plain loop that computes them."""
-        return super().materialize(self.operation)
+def _term(
+    x: DeferredLogits, sources: Sequence[Any], step: Callable[..., Tensor], dtype: torch.dtype, operation: str,
+    kind: str | None, factor: float = 1.0,
+) -> Any:  # fmt: skip
+    return Term.of(x, sources, step, torch.empty(x.shape, dtype=dtype, device="meta"), operation, kind, factor)
 
 
 def _has_softmax(x: DeferredLogits) -> bool:
@@ -74,7 +43,7 @@ def _softmax(x: DeferredLogits, call: Call) -> Any:
     if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.softmax(-1), x.dtype, x.device)
-    return SoftmaxTerm.of(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax", P)
+    return _term(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax", P)
 
 
 @rule("exp")
@@ -82,7 +51,7 @@ def _exp(x: DeferredLogits, call: Call) -> Any:
     if not x.log_probs or call.args or call.kwargs or not _has_softmax(x):
         return NotImplemented
     dtype = dtype_after(lambda z: z.exp(), x.dtype, x.device)
-    return SoftmaxTerm.of(x, [x], lambda z: z.exp().to(dtype), dtype, "exp", P)
+    return _term(x, [x], lambda z: z.exp().to(dtype), dtype, "exp", P)
 
 
 @rule("clamp", "clamp_min")
@@ -91,7 +60,7 @@ def _clamped(x: DeferredLogits, call: Call) -> Any:
     lowest = arguments(("min", "max"), call.args, call.kwargs)
     if not x.log_probs or not _has_softmax(x) or lowest != {"min": torch.finfo(x.dtype).min}:
         return NotImplemented
-    return SoftmaxTerm.of(x, [x], call.on, x.dtype, "clamp", LOG_P)
+    return _term(x, [x], call.on, x.dtype, "clamp", LOG_P)
 
 
 def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
@@ -102,13 +71,13 @@ def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
 def _product(p: Any, call: Call) -> Any:
     """Multiply by a number, or the softmax by its logarithm or by the logits."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
-    if isinstance(p, SoftmaxTerm) and isinstance(other, int | float) and math.isfinite(other) and p.kind is not None:
-        return SoftmaxTerm.of(p.logits, [p], call.on, p.dtype, p.operation, p.kind, p.factor * other)
-    if not isinstance(p, SoftmaxTerm) or p.kind != P:
+    if isinstance(p, Term) and isinstance(other, int | float) and math.isfinite(other) and p.kind is not None:
+        return _term(p.logits, [p], call.on, p.dtype, p.operation, p.kind, p.factor * other)
+    if not isinstance(p, Term) or p.kind != P:
         p, other = other, p
-    if not isinstance(p, SoftmaxTerm) or p.kind != P:
+    if not isinstance(p, Term) or p.kind != P:
         return NotImplemented
-    if isinstance(other, SoftmaxTerm):
+    if isinstance(other, Term):
         logits, kind, factor = other.logits, P_LOG_P if other.kind == LOG_P else None, p.factor * other.factor
     elif isinstance(other, DeferredLogits) and _has_softmax(other):
         logits, kind, factor = other, P_LOG_P if other.log_probs else P_Z, p.factor
@@ -118,14 +87,14 @@ def _product(p: Any, call: Call) -> Any:
     if kind is None or not same_graph or not _same_logits(p.logits, logits):
         return NotImplemented
     dtype = torch.promote_types(p.dtype, other.dtype)
-    return SoftmaxTerm.of(logits, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
+    return _term(logits, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
 
 
-def _negative(p: SoftmaxTerm, call: Call) -> Any:
+def _negative(p: Term, call: Call) -> Any:
     return _product(p, Call(torch.mul, (-1,), {}))
 
 
-def _sum(p: SoftmaxTerm, call: Call) -> Any:
+def _sum(p: Term, call: Call) -> Any:
     args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
     x, kind, factor = p.logits, p.kind, p.factor
     usable = kind in (P_LOG_P, P_Z) and on_classes(x, args.get("dim"))
@@ -140,7 +109,7 @@ def _sum(p: SoftmaxTerm, call: Call) -> Any:
     return DeferredStat.from_logits(x, "entropy", NeededStats(None, True, finish), meta)
 
 
-def _gathered(p: SoftmaxTerm, call: Call) -> Any:
+def _gathered(p: Term, call: Call) -> Any:
     """Return the probabilities of classes."""
     ids, dtype, factor = class_ids(p.logits, call), p.dtype, p.factor
     if p.kind != P or ids is None:
@@ -156,7 +125,7 @@ def _product_of_logits(x: Any, call: Call) -> Any:
 def _negative_of_logits(x: DeferredLogits, call: Call) -> Any:
     if not x.log_probs or not _has_softmax(x):
         return negative(x, call)
-    return SoftmaxTerm.of(x, [x], call.on, x.dtype, "neg", LOG_P, -1.0)
+    return _term(x, [x], call.on, x.dtype, "neg", LOG_P, -1.0)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------
@@ -196,4 +165,4 @@ def _broadcast(_: DeferredLogits, call: Call) -> Any:
 
 multiplied = RULES["mul"]
 RULES["mul"], RULES["neg"] = _product_of_logits, _negative_of_logits
-SoftmaxTerm.rules = {"mul": _product, "neg": _negative, "sum": _sum, "gather": _gathered, "take_along_dim": _gathered}
+Term.rules = {"mul": _product, "neg": _negative, "sum": _sum, "gather": _gathered, "take_along_dim": _gathered}

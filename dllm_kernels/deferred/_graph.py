@@ -169,6 +169,7 @@ class _Placeholder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, cls: Any, meta: Tensor, device: Any, recipe: Any, sources: int, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)  # no gradient of the values, and none of the parts
         ctx.recipe, ctx.sources = recipe, sources
         if not sources:
             ctx.save_for_backward(*tensors)

@@ -21,7 +21,7 @@ from dllm_kernels import _checks
 from dllm_kernels._graph._call_state import CallState
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels._graph._private import constant_while_traced, disable_dynamo, transforms_active
-from dllm_kernels.deferred import _classes, _entropy, _sums  # noqa: F401  rules
+from dllm_kernels.deferred import _classes, _entropy, _sums, _term_rules  # noqa: F401  rules
 from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.head import _lora
 from dllm_kernels.head._in_head import _CLAIM, head_of
@@ -163,16 +163,18 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     logits of the head, slices of the classes, one class set to -inf, and operations that select or move whole rows
     (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``, ``stack``, ...).
 
-    **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with class ids (without
-    label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,
-    ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of softmax times log-softmax or of a ``Categorical``, and
-    every loss and op of this package that takes logits. Statistics and losses of the same logits are computed in one
-    pass if they are pending together.
+    **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss``, ``log_softmax(-1)`` with
+    ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``, ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of
+    softmax times log-softmax or of a ``Categorical``, and every loss and op of this package that takes logits.
+    Statistics and losses of the same logits are computed in one pass if they are pending together.
 
     **The NLL of rows is deferred as well.** Affine functions of it with constant coefficients, such as masks and 1 / p,
     also through ``where``, ``masked_fill``, ``einsum`` and sums over some dimensions, that are summed or averaged over
     all rows, are :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
     :func:`linear_token_nll`.
+
+    **Functions of the logits and constants**, such as divergences to a teacher, that are reduced over the classes: each
+    chunk of rows repeats the operations of the loop. The value of a row then is what the NLL is above.
 
     **Materialized**: every other operation, and code that needs ordinary tensors (autograd Functions, hooks, reentrant
     checkpoints), receives the logits, computed once.

@@ -23,7 +23,7 @@ from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
-from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, rows_key
+from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, product_key, rows_key
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, not_narrowed
@@ -110,6 +110,11 @@ class Rows:
         """Soft cap of the logits, or None."""
         return None if self.cap is None else float(self.cap)
 
+    @property
+    def factor(self) -> float | None:
+        """Factor after the cap; None for 1."""
+        return None if self.scale == ONE else float(self.scale)
+
     def restored(self) -> Any:
         """Restore the autocast state of the head call."""
         return self.state.restored(self.hidden)
@@ -120,9 +125,8 @@ class Rows:
         with self.restored():
             head = self.head.weights(self.split_head, parts)
         bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
-        scale = None if self.scale == ONE else float(self.scale)
         logits = LinearLogits(
-            parts[0], head.weight, bias, head.extra, softcap=self.softcap, scale=scale, skip_id=self.skip,
+            parts[0], head.weight, bias, head.extra, softcap=self.softcap, scale=self.factor, skip_id=self.skip,
             compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
             **self.logits_fields,
         )  # fmt: skip
@@ -210,9 +214,14 @@ class DeferredLogits(Rows, DeferredTensor):
         return id(self.pending), self.axis, self.shape, *rows_key(self.parts, self)
 
     @property
+    def product_key(self) -> tuple[Any, ...]:
+        """Equal for logits of the same rows, but for what is done to them."""
+        return id(self.pending), self.axis, self.shape, *product_key(self.parts, self)
+
+    @property
     def source(self) -> tuple[Any, ...]:
         """Head with its active adapters, soft cap and scale."""
-        return self.identity, self.softcap, None if self.scale == ONE else float(self.scale)
+        return self.identity, self.softcap, self.factor
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts with the values of freed ones; the parts of a derived tensor have their values."""
@@ -313,9 +322,10 @@ RULES |= {name: move_rule(name) for name in MOVES}
 
 
 @rule("view_as", "reshape_as", "expand_as")
-def _like(x: DeferredLogits, call: Call) -> Any:
-    name = call.function.__name__.removesuffix("_as")
-    return RULES[name](x, Call(getattr(Tensor, name), (tuple(call.args[0].shape),), {}))
+def like(_: Any, call: Call) -> Any:
+    """Change the shape of a tensor to that of another one, of which nothing else is read."""
+    tensor, other = (*call.args, *call.kwargs.values())
+    return getattr(tensor, call.function.__name__.removesuffix("_as"))(tuple(other.shape))
 
 
 @rule("cat", "concat", "concatenate", "stack")

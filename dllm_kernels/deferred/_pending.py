@@ -51,11 +51,16 @@ def row_stats(logits: Any, parts: Any, ids: Tensor | None, entropy: bool, best: 
 
 def rows_key(parts: Any, logits: Any) -> tuple[Any, ...]:
     """Return a key: equal for parts of the same rows in the same order, if their logits have the same transform."""
+    return *product_key(parts, logits), logits.scale, logits.cap, logits.skip
+
+
+def product_key(parts: Any, logits: Any) -> tuple[Any, ...]:
+    """Return a key: equal for parts of the same rows in the same order, with the same head."""
     h, u = parts[:2]
     plain = h.is_contiguous() and (u is None or u.is_contiguous())
     layout = h.shape[:-1].numel() if plain else (h.shape, h.stride())
     pointers = h.data_ptr(), h.dtype, None if u is None else u.data_ptr()
-    return *pointers, layout, logits.scale, logits.cap, logits.skip, logits.columns, logits.bias_factor
+    return *pointers, layout, logits.columns, logits.bias_factor
 
 
 class Pending(DeferredTensor):
