@@ -16,12 +16,14 @@ from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, Overwritten, move_rule, rule
 from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._record import ClassBias, logits_of
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after
-from dllm_kernels.rows._transform import transformed
+from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
 # The exponential of a number below -745 is 0 in float64, below -104 in float32; the rest is for rounded logits.
 LOW = -2000.0
+NOTHING = -1e8  # a number that is this low does not change when a logit is added to it
 by_index, by_narrow = move_rule("__getitem__"), move_rule("narrow")
 
 
@@ -112,11 +114,13 @@ def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
     V = x.shape[-1]
     chosen = range(V)[item]
     h, u, *parameters = x.tapped()
-    if x.log_probs or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
+    if x.log_probs or x.shift.best or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
         return NotImplemented
     head_classes = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
     sliced = (t if t is None else t[item] for t in parameters)
     changes: dict[str, Any] = {"columns": head_classes}
+    if x.class_bias is not None:
+        changes["class_bias"] = x.class_bias.sliced(item)
     if x.skip is not None:
         changes["skip"] = chosen.index(x.skip) if x.skip in chosen else None
     meta, _ = meta_after(call.on, x)  # type: ignore[misc]
@@ -135,12 +139,28 @@ def _narrowed(x: DeferredLogits, call: Call) -> Any:
 
 def _skipping(x: DeferredLogits, k: int | None, value: Any, adds: bool = False) -> dict[str, Any] | None:
     """Return the changes of logits whose class ``k`` gets a value, or to which it is added; None if not recorded."""
-    usable = x.deferred and _plain_classes(x) and not x.log_probs and x.fusible
+    usable = x.deferred and _plain_classes(x) and not x.log_probs and x.fusible and not x.shift.best
     if k is None or not usable or x.skip not in (None, k) or isinstance(value, bool) or x.shape[-1] < 2:
         return None
     if not isinstance(value, int | float) or not (value == -math.inf or _is_low(x, k, value, adds)):
         return None
     return {"skip": k, "skip_finite": value != -math.inf}
+
+
+def _filling(x: DeferredLogits, classes: Tensor | None, value: Any) -> dict[str, Any] | None:
+    """Return the changes of logits whose classes, a mask ``[V]``, get a value; None if not recorded."""
+    usable = classes is not None and x.deferred and not x.log_probs and x.fusible and x.overwritten is None
+    if not usable or isinstance(value, bool) or not isinstance(value, int | float) or x.cap is not None:
+        return None
+    low = value == -math.inf or (value <= NOTHING and x.hidden.dtype != torch.float16)
+    if not low or x.shift.best or any(t is not None and is_dtensor(t) for t in x.parts):
+        return None
+    before = x.class_bias
+    fill = torch.where(classes, float(value), 0.0).to(accum_dtype(x.hidden.dtype))  # type: ignore[arg-type]
+    filled = classes if before is None or before.filled is None else before.filled | classes  # type: ignore[operator]
+    values = fill if before is None else torch.where(classes, fill, before.values)  # type: ignore[arg-type]
+    infinite = value == -math.inf or (before is not None and before.infinite)
+    return {"class_bias": ClassBias(values, filled, infinite)}
 
 
 def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
@@ -151,14 +171,10 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
     if not value < LOW or x.skip is not None:
         return False
     with torch.no_grad(), x.restored():
-        hidden, weight, bias, extra, *_ = record = x.rows()
-        if is_dtensor(weight) or is_dtensor(hidden) or not hidden.numel():
+        record = x.rows()
+        if is_dtensor(record.weight) or is_dtensor(record.hidden) or not record.hidden.numel():
             return False
-        both = torch.tensor([k, int(k == 0)], device=hidden.device)
-        z = torch.nn.functional.linear(hidden, weight[both], None if bias is None else bias[both])
-        z = z if extra is None else z + torch.nn.functional.linear(extra[0], extra[1][both])
-    z = z.double()
-    z = transformed(z, record.transform.pointwise, z)
+        z = logits_of(record, torch.tensor([k, int(k == 0)], device=x.device))
     new = z[..., 0] + value if adds else value
     return bool((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
 
@@ -171,7 +187,7 @@ def _assigned(x: DeferredLogits, call: Call) -> Any:
         return None if same else NotImplemented
     if x.log_probs:
         return _overwrite(x, index, value)
-    changes = _skipping(x, _class_of(x, index), value)
+    changes = _skipping(x, _class_of(x, index), value) or _filling(x, _mask_of(x, index), value)
     if changes is None:
         return NotImplemented
     changed = x.change(lambda z: _put(z, index, value), **changes)
@@ -206,19 +222,38 @@ def _column_added(column: DeferredColumn, call: Call) -> Any:
 DeferredColumn.rules = {"add_": _column_added, "sub_": _column_added}
 
 
-def _one_class(x: DeferredLogits, mask: Any) -> int | None:
-    """Return the class that a mask selects in all rows; None for any other mask. On a GPU this is a host sync."""
+def _mask_of(x: DeferredLogits, index: Any) -> Tensor | None:
+    """Return a mask ``[V]`` of the classes that an index selects in all rows; None for any other index."""
+    if not _plain_classes(x):
+        return None
+    items = list(index) if isinstance(index, tuple) else [index]
+    *rows, item = items
+    place = slice(None) if isinstance(item, Tensor | list) else item
+    if _class_item(x, (*rows, place)) is None or isinstance(place, int):
+        return None
+    if isinstance(item, Tensor) and (item.dim() != 1 or item.dtype not in (torch.int64, torch.bool)):
+        return None
+    if isinstance(item, list) and not all(type(i) is int for i in item):
+        return None
+    mask = torch.zeros(x.shape[-1], dtype=torch.bool, device=x.device)
+    mask[item] = True
+    return mask
+
+
+def _of_classes(x: DeferredLogits, mask: Any) -> Tensor | None:
+    """Return a mask that selects classes in all rows as ``[V]``; None for any other mask."""
     if not isinstance(mask, Tensor) or isinstance(mask, DeferredTensor) or mask.dtype != torch.bool:
         return None
     if mask.numel() != x.shape[-1] or mask.dim() > x.ndim or not mask.dim() or mask.shape[-1] != mask.numel():
         return None
-    classes = mask.flatten().nonzero().flatten().tolist()
-    return classes[0] if len(classes) == 1 else None
+    return mask.flatten().clone()
 
 
 def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
-    """Set the classes of a mask to a value."""
-    changes = _skipping(x, _one_class(x, mask), value) if _plain_classes(x) else None
+    """Set the classes of a mask to a value. On a GPU, reading the mask is a host sync."""
+    classes = _of_classes(x, mask) if _plain_classes(x) else None
+    chosen = [] if classes is None else classes.nonzero().flatten().tolist()
+    changes = (_skipping(x, chosen[0], value) if len(chosen) == 1 else None) or _filling(x, classes, value)
     if changes is None:
         return NotImplemented
     mask = mask.clone()
