@@ -229,7 +229,7 @@ def _mask_of(x: DeferredLogits, index: Any) -> Tensor | None:
     items = list(index) if isinstance(index, tuple) else [index]
     *rows, item = items
     place = slice(None) if isinstance(item, Tensor | list) else item
-    if _class_item(x, (*rows, place)) is None or isinstance(place, int):
+    if _class_item(x, (*rows, place)) is None:
         return None
     if isinstance(item, Tensor) and (item.dim() != 1 or item.dtype not in (torch.int64, torch.bool)):
         return None
