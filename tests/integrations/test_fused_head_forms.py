@@ -1,12 +1,12 @@
 """Forms of confidences, shifts, caps, entropies and set classes: no logits under ``fused_head``, and equal results."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Categorical
 
 from dllm_kernels import fused_head
 from tests.conftest import DEVICE
@@ -102,7 +102,9 @@ SHIFTS = {
     "a number per row": lambda z, x: x.w.unsqueeze(-1) + z,
     "a number per position": lambda z, x: torch.sub(z, x.w[0][:, None]),
     "a number per row, in place": lambda z, x: z.sub_(x.w[..., None]).add_(2),
-    "a number per row, moved": lambda z, x: ((z - x.w[..., None]) / 2).flatten(0, 1).view(B, L, V).roll(1, 1).roll(-1, 1) * 2,
+    "a number per row, moved": lambda z, x: (
+        ((z - x.w[..., None]) / 2).flatten(0, 1).view(B, L, V).roll(1, 1).roll(-1, 1) * 2
+    ),
     "a number per class": lambda z, x: z + 0.3 * x.classes,
     "a number per class, in place": lambda z, x: z.div_(2).sub_(x.classes[None]),
 }  # fmt: skip
@@ -135,7 +137,9 @@ FORMS = {
     ),
     "top without gradients": lambda z, x: nll(z, x) * no_grad(lambda z, x: z.topk(3).values.sum(-1))(z, x),
     "confidence of rows": lambda z, x: z.softmax(-1)[x.masked].max(-1).values * x.w[x.masked],
-    "confidence, cast": lambda z, x: z.softmax(-1).float().view(B * L, V).detach().max(-1).values.view(B, L) * nll(z, x),
+    "confidence, cast": lambda z, x: (
+        z.softmax(-1).float().view(B * L, V).detach().max(-1).values.view(B, L) * nll(z, x)
+    ),
     "classes first": lambda z, x: z.mT.softmax(1).max(1).values * x.w + z.mT.amax(1, keepdim=True).squeeze(1),
     "confidence without a class": lambda z, x: put(z, (..., V - 1), -torch.inf).softmax(-1).max(-1).values * x.w,
     "the entropy of p and log p": lambda z, x: entropy_of(z.softmax(-1)) * x.w,
@@ -159,7 +163,7 @@ FORMS = {
     "padded classes, lowest": lambda z, x: nll(put(z, (..., slice(V - 3, None)), torch.finfo(z.dtype).min), x),
     "a mask of classes": lambda z, x: (lambda y: y.softmax(-1).max(-1).values + picked(y.log_softmax(-1), x))(
         z.masked_fill(torch.arange(V, device=z.device) > V - 4, -torch.inf)) * x.w,
-    "a mask of classes, where": lambda z, x: (lambda y: y.logsumexp(-1) * torch.distributions.Categorical(logits=y).entropy())(
+    "a mask of classes, where": lambda z, x: (lambda y: y.logsumexp(-1) * Categorical(logits=y).entropy())(
         torch.where(torch.arange(V, device=z.device) < V - 2, z, -1e9)) * x.w,
     "two classes, one after the other": lambda z, x: nll(put(put(z, (..., 20), -torch.inf), (..., 21), -torch.inf), x),
     "label smoothing": lambda z, x: F.cross_entropy(z.flatten(0, 1), x.targets.flatten(), label_smoothing=0.1),
@@ -172,7 +176,8 @@ FORMS = {
     "class weights": lambda z, x: F.cross_entropy(z.flatten(0, 1), x.targets.flatten(), weight=x.classes.to(z.dtype)),
     "class weights of rows": lambda z, x: F.cross_entropy(
         z.mT, x.targets, weight=x.classes.to(z.dtype), reduction="none").square() * x.w,
-    "class weights, summed": lambda z, x: nn.NLLLoss(x.classes.to(z.dtype), reduction="sum")(z.log_softmax(-1).mT, x.ids),
+    "class weights, summed": lambda z, x: nn.NLLLoss(x.classes.to(z.dtype), reduction="sum")(
+        z.log_softmax(-1).mT, x.ids),
 }  # fmt: skip
 # Changes in place of a view, whose base nothing else refers to.
 OF_CALLS = {
