@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
-from dllm_kernels.deferred._graph import Step
+from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, Overwritten, move_rule, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._record import ClassBias, logits_of
@@ -251,6 +251,8 @@ def _of_classes(x: DeferredLogits, mask: Any) -> Tensor | None:
 
 def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
     """Set the classes of a mask to a value. On a GPU, reading the mask is a host sync."""
+    if x.log_probs:
+        return _filled_rows(x, call, mask, value)
     classes = _of_classes(x, mask) if _plain_classes(x) else None
     chosen = [] if classes is None else classes.nonzero().flatten().tolist()
     changes = (_skipping(x, chosen[0], value) if len(chosen) == 1 else None) or _filling(x, classes, value)
@@ -278,10 +280,91 @@ def _chosen(x: DeferredLogits, call: Call) -> Any:
     first, second, keep = (args.get(name) for name in ("input", "other", "condition"))
     if not isinstance(keep, Tensor) or isinstance(keep, DeferredTensor) or keep.dtype != torch.bool:
         return NotImplemented
+    if not isinstance(x, DeferredLogits):
+        x = second if first is x else first  # type: ignore[unreachable]
     return _filled_with(x, call, *((~keep, second) if first is x else (keep, first)))
 
 
 # Log-probabilities ----------------------------------------------------------------------------------------------------
+
+
+class ConstantRows(DeferredTensor):
+    """Logits that are a number, but for one class per row.
+
+    Attributes:
+        fill: the number.
+        ids: classes with another value, one per row, or None.
+        value: their value.
+    """
+
+    fill: float
+    ids: Tensor | None
+    value: float
+
+    @classmethod
+    def of(cls, x: Any, fill: float, dtype: torch.dtype, ids: Tensor | None = None, value: float = 0.0) -> Any:
+        """Return a tensor of the shape of ``x``."""
+        shape, device = x.shape, x.device
+
+        def values(_: Any) -> Tensor:
+            t = torch.full(shape, fill, dtype=dtype, device=device)
+            return t if ids is None else t.scatter_(-1, ids.unsqueeze(-1), value)
+
+        with torch.no_grad():
+            recipe = Recipe(values, lambda: torch.autocast(device.type, enabled=False), [False])
+            meta, parts = torch.empty(shape, dtype=dtype, device="meta"), [torch.empty(0, device=device)]
+            return cls.create(meta, parts, recipe, needs=recipe.needs, fill=fill, ids=ids, value=value)
+
+    def after(self, sources: Sequence[Any], step: Any) -> Any:
+        """Return a copy."""
+        return step(self.materialize())
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
+def _new_like(x: DeferredLogits, call: Call) -> Any:
+    """Return a new tensor; a constant stays deferred, because it may become rows of log-probabilities."""
+    first = call.args[0] if len(call.args) == 1 else None
+    fill = {"zeros_like": 0.0, "ones_like": 1.0, "full_like": first}.get(call.function.__name__)
+    if x.axis != x.ndim - 1 or call.kwargs or not isinstance(fill, int | float):
+        return call.function(x.meta, *call.args, **{"device": x.device, **call.kwargs})
+    return ConstantRows.of(x, float(fill), x.dtype)
+
+
+def _scattered(x: ConstantRows, call: Call) -> Any:
+    """Set one class per row."""
+    named = {"value" if name == "src" else name: value for name, value in call.kwargs.items()}
+    args = arguments(("dim", "index", "value"), call.args, named)
+    ids, value = args.get("index"), args.get("value")
+    if x.ids is not None or not _is_ids(ids) or isinstance(value, bool) or not isinstance(value, int | float):
+        return NotImplemented
+    if args.get("dim") not in (-1, x.ndim - 1) or ids.shape != (*x.shape[:-1], 1):  # type: ignore[union-attr]
+        return NotImplemented
+    return ConstantRows.of(x, x.fill, x.dtype, ids.squeeze(-1).clone(), float(value))  # type: ignore[union-attr]
+
+
+ConstantRows.rules = {"scatter": _scattered, "where": _chosen}
+
+
+def _filled_rows(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
+    """Set the log-probabilities of the rows of a mask ``[..., 1]``."""
+    constant = isinstance(value, ConstantRows) and value.shape == x.shape and value.dtype == x.dtype
+    if not constant and (isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value)):
+        return NotImplemented
+    plain = isinstance(mask, Tensor) and not isinstance(mask, DeferredTensor) and mask.dtype == torch.bool
+    if not _plain_classes(x) or not plain or mask.shape != (*x.shape[:-1], 1):
+        return NotImplemented
+    fill, ids, other = (value.fill, value.ids, value.value) if constant else (float(value), None, 0.0)
+    mask = mask.squeeze(-1).clone()
+    overwritten = Overwritten(mask, (mask, 0), fill, ids, other)
+
+    def step(z: Tensor) -> Tensor:
+        z = z.masked_fill(mask.unsqueeze(-1), fill)
+        if ids is None:
+            return z
+        return torch.where(mask.unsqueeze(-1), z.scatter(-1, ids.unsqueeze(-1), other), z)
+
+    changes = {"overwritten": overwritten}
+    return x.change(step, **changes) if call.function.__name__[-1] == "_" else x.elementwise(step, **changes)
 
 
 def _overwrite(x: DeferredLogits, index: Any, value: Any) -> Any:

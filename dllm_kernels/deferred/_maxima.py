@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from dllm_kernels import ops
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred._entropy import EXP, LOG_P, P, SoftmaxTerm
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_dim, on_classes, picked, rule, stat
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._pending import DeferredStat
-from dllm_kernels.deferred._record import Stats, logits_of
+from dllm_kernels.deferred._record import Stats
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
+from dllm_kernels.ops.linear_sample import largest_of
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -136,22 +136,18 @@ def _top(x: Any, call: Call) -> Any:
     if not isinstance(k, int) or not 0 < k < logits.shape[logits.axis] or filled is not None:
         return NotImplemented
     logits.check_unchanged()
-    with torch.no_grad(), logits.restored():
-        record = logits.rows()
-        out = ops.linear_sample(record, temperature=0, return_top=k)
-        ids: Any = out.top_ids
+    axis, dtype, in_logits = logits.axis, x.dtype, kind in (Z, EXP)
     values = _values(logits, kind, factor, lambda stats: stats.log_probs)  # type: ignore[arg-type]
-    axis, dtype = logits.axis, x.dtype
+    with torch.no_grad(), logits.restored():
+        top, ids = largest_of(logits.rows(), k, log_probs=not in_logits)
+        # With a logsumexp of 0, logits are log-probabilities; the first is the maximum.
+        known = Stats(top, torch.zeros_like(top[..., 0]), best=top[..., 0])
+        largest = values(known).to(dtype).movedim(-1, axis)
     if logits.needs_grad and torch.is_grad_enabled():
-        best = logits.shift.best and kind in (Z, EXP)
-        largest = picked(logits, ids, lambda stats: values(stats).to(dtype), dtype, best=best)
-        if isinstance(largest, DeferredStat):
-            before_backward(logits.head, largest)
-    else:
-        with torch.no_grad(), logits.restored():
-            first = logits_of(record, out.ids).to(out.log_probs.dtype) if kind in (Z, EXP) else out.log_probs
-            stats = Stats(out.top_log_probs, first - out.log_probs, best=out.log_probs)
-            largest = values(stats).to(dtype).movedim(-1, axis)
+        best = logits.shift.best and in_logits
+        stat_ = picked(logits, ids, lambda stats: values(stats).to(dtype), dtype, best=best)
+        stat_.know(largest)
+        largest = stat_
     return torch.return_types.topk((largest, ids.movedim(-1, axis)))
 
 

@@ -217,6 +217,11 @@ class DeferredStat(Pending):
             x._recipe.lse = weakref.ref(result), result._version
         return result
 
+    def know(self, values: Tensor) -> None:
+        """Set the values, which were computed without a graph; a backward pass computes them again."""
+        self.leave()
+        self._dense = self._laid_out(values)
+
     def needed_stats(self) -> NeededStats:
         """Return what this statistic needs."""
         assert self.request is not None

@@ -95,16 +95,10 @@ class ClassBias:
 
 
 def logits_of(record: LinearLogits, classes: Tensor) -> Tensor:
-    """Compute the logits of some classes ``[K]`` of all rows, or of one class per row, in float64."""
+    """Compute the logits of some classes ``[K]`` of all rows, ``[..., K]``, in float64."""
     hidden, weight, bias, extra, *_ = record
-    per_row = classes.shape == hidden.shape[:-1]
-
-    def product(rows: Tensor, columns: Tensor) -> Tensor:
-        return (rows * columns[classes]).sum(-1) if per_row else torch.nn.functional.linear(rows, columns[classes])
-
-    z = product(hidden, weight)
-    z = z if extra is None else z + product(*extra)
-    z = (z if bias is None else z + bias[classes]).double()
+    z = torch.nn.functional.linear(hidden, weight[classes], None if bias is None else bias[classes])
+    z = (z if extra is None else z + torch.nn.functional.linear(extra[0], extra[1][classes])).double()
     return transformed(z, record.transform.pointwise, z)
 
 

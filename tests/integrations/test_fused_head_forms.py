@@ -83,6 +83,12 @@ def shifted_in_place(z, x):
     return (z.exp().sum(-1).log() - picked(z, x)) * x.w
 
 
+def subs(z, x, fill):
+    """Return log-probabilities with those of tokens that are not masked replaced by ``fill(log_probs, given)``."""
+    z = put(z, (..., V - 1), -1e6)
+    return fill(z - torch.logsumexp(z, -1, keepdim=True), ~x.masked[..., None])
+
+
 def both_parts(best):
     """Use values and ids of a maximum."""
 
@@ -166,6 +172,13 @@ FORMS = {
     "a mask of classes, where": lambda z, x: (lambda y: y.logsumexp(-1) * Categorical(logits=y).entropy())(
         torch.where(torch.arange(V, device=z.device) < V - 2, z, -1e9)) * x.w,
     "two classes, one after the other": lambda z, x: nll(put(put(z, (..., 20), -torch.inf), (..., 21), -torch.inf), x),
+    "rows of given tokens": lambda z, x: picked(subs(z, x, lambda y, given: torch.where(
+        given, torch.full_like(y, -1e6).scatter(-1, x.noisy[..., None], 0.0), y)), x) * x.w,
+    "rows of given tokens, the other way": lambda z, x: picked(subs(z, x, lambda y, given: torch.where(
+        ~given, y, torch.full_like(y, -1e6).scatter(dim=-1, index=x.ids[..., None], value=0))), x) * x.w,
+    "rows of given tokens, one number": lambda z, x: picked(
+        subs(z, x, lambda y, given: y.masked_fill(given, -3.0)), x) * x.w,
+    "a tensor of zeros": lambda z, x: nll(z, x) * (torch.zeros_like(z)[0, 0, 0] + torch.ones_like(z).sum(-1)),
     "label smoothing": lambda z, x: F.cross_entropy(z.flatten(0, 1), x.targets.flatten(), label_smoothing=0.1),
     "label smoothing of rows": lambda z, x: F.cross_entropy(
         z.mT, x.targets, label_smoothing=0.3, reduction="none") * x.w,
