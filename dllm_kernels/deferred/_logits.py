@@ -558,7 +558,7 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
     log_probs = call.function.__name__ == "nll_loss"
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     args = arguments(names, call.args, call.kwargs)
-    target = args.get("target")
+    target = known_ids(args.get("target"))
     unsupported = any(args.get(name) is not None for name in ("size_average", "reduce")) or not x.fusible
     if log_probs != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported:
         return NotImplemented
@@ -633,6 +633,11 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
     return picked(x, ids, values, dtype, best=shift.best)
 
 
+def known_ids(ids: Any) -> Any:
+    """Return ids, computed if they are deferred."""
+    return ids.materialize() if isinstance(ids, DeferredTensor) else ids
+
+
 def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
     """Return the ids that ``gather`` along the classes takes, with the classes last; None for any other call."""
     if call.function.__name__ == "take_along_dim":
@@ -640,7 +645,7 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
         args["index"] = args.get("indices")
     else:
         args = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
-    index = args.get("index")
+    index = known_ids(args.get("index"))
     usable = x.fusible and on_classes(x, args.get("dim"))
     if not usable or not isinstance(index, Tensor) or args.get("sparse_grad"):
         return None

@@ -48,6 +48,11 @@ class BestIds(DeferredTensor):
         before_backward(values.logits.head, ids)
         return ids
 
+    @property
+    def deferred(self) -> bool:
+        """True, so that rules of other tensors take the ids as arguments."""
+        return True
+
     def dense(self, use: str = "backward") -> Tensor:
         """Return the ids."""
         if self.values is not None:
