@@ -363,7 +363,7 @@ def _filled_rows(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
             return z
         return torch.where(mask.unsqueeze(-1), z.scatter(-1, ids.unsqueeze(-1), other), z)
 
-    changes = {"overwritten": overwritten}
+    changes: dict[str, Any] = {"overwritten": overwritten}
     return x.change(step, **changes) if call.function.__name__[-1] == "_" else x.elementwise(step, **changes)
 
 

@@ -126,7 +126,7 @@ def _product(p: Any, call: Call) -> Any:
     """Multiply by a number, or the softmax by its logarithm or by the logits."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
     if isinstance(p, SoftmaxTerm) and _is_factor(other) and p.kind not in (None, P_LOW):
-        return _changed(p, call, p.kind, p.factor * other)  # type: ignore[arg-type, operator]
+        return _changed(p, call, p.kind, p.factor * other)  # type: ignore[operator]
     if not isinstance(p, SoftmaxTerm) or p.kind != P:
         p, other = other, p
     if not isinstance(p, SoftmaxTerm) or p.kind != P:
@@ -148,7 +148,7 @@ def _quotient(p: SoftmaxTerm, call: Call) -> Any:
     """Divide by a number, or exponentials of logits by their sum."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
     if _is_factor(other) and other and p.kind not in (None, P_LOW):
-        return _changed(p, call, p.kind, p.factor / other)  # type: ignore[arg-type, operator]
+        return _changed(p, call, p.kind, p.factor / other)
     if p.kind != EXP or p.factor != 1 or not is_stat_of(other, p.logits, EXP):
         return NotImplemented
     x = p.logits
@@ -218,9 +218,9 @@ def over_classes(x: DeferredLogits, kind: str | None, factor: float, dtype: torc
     dtype = dtype_after(lambda z: z.sum(-1), dtype, x.device)
     scale = factor / V if averages and not everything else factor
 
-    def value(stats: Stats) -> Tensor:
+    def value(stats: Stats) -> Any:
         if kind == LOG_P:
-            return (stats.total - stats.lse * V) * scale  # type: ignore[no-any-return]
+            return (stats.total - stats.lse * V) * scale
         if kind == EXP:
             return (stats.lse + shift.of(stats, axis)).exp() * scale
         # The mean of the logits is lse - entropy.
@@ -242,7 +242,7 @@ def _gathered(p: SoftmaxTerm, call: Call) -> Any:
         return NotImplemented
     shift, axis = x.shift if kind == EXP else NO_SHIFT, x.axis
 
-    def value(stats: Stats) -> Tensor:
+    def value(stats: Stats) -> Any:
         logs = stats.log_probs
         logs = logs + (stats.lse + shift.of(stats, axis)).unsqueeze(-1) if kind == EXP else logs
         return ((logs if kind == LOG_P else logs.exp()) * factor).to(dtype)
@@ -342,7 +342,7 @@ def _log_of_sum(x: DeferredStat, call: Call) -> Any:
         return NotImplemented
     axis, dtype, shift = x.axis, dtype_after(torch.log, x.dtype, x.device), logits.shift
 
-    def finish(stats: Stats) -> Tensor:
+    def finish(stats: Stats) -> Any:
         value = (stats.lse + shift.of(stats, logits.axis)).to(dtype)
         return value if axis is None else value.unsqueeze(axis)
 

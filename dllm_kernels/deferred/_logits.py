@@ -318,8 +318,9 @@ class DeferredLogits(Rows, DeferredTensor):
         """
         if self.owns or not self.sources:
             return True
-        (source, *others), recipe = self.sources, self._recipe
-        if others or not isinstance(source, DeferredLogits) or source.watched or not source.deferred:
+        source: Any = self.sources[0]
+        recipe = self._recipe
+        if len(self.sources) > 1 or not isinstance(source, DeferredLogits) or source.watched or not source.deferred:
             return False
         twin, ref = source._twin(), weakref.ref(source)
         del source
@@ -607,7 +608,8 @@ def _smoothed(
 
     def values(stats: Stats) -> Tensor:
         uniform = stats.lse - stats.total / V
-        return torch.where(dropped, 0.0, (smoothing - 1) * stats.log_probs[..., 0] + smoothing * uniform)
+        nll: Tensor = -stats.log_probs[..., 0]
+        return torch.where(dropped, 0.0, (1 - smoothing) * nll + smoothing * uniform)
 
     ids = target_ids(target, ignored)
     check_target_range(readable_without_sync(target) or None, "targets", target, V, ignored)
@@ -628,7 +630,7 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
 
     def values(stats: Stats) -> Tensor:
         added = 0.0 if log_probs else (stats.lse + shift.of(stats, axis)).unsqueeze(-1)
-        return (stats.log_probs + added).to(dtype)
+        return (stats.log_probs + added).to(dtype)  # type: ignore[no-any-return]
 
     return picked(x, ids, values, dtype, best=shift.best)
 

@@ -115,7 +115,8 @@ def _maximum(x: Any, call: Call) -> Any:
         return NotImplemented
     if alone and x.needs_grad and torch.is_grad_enabled() and x.dtype != accum_dtype(x.dtype):
         return NotImplemented
-    keepdim, found, axis = args.get("keepdim"), [], logits.axis
+    found: list[Tensor] = []
+    keepdim, axis = args.get("keepdim"), logits.axis
     values = _values(logits, kind, factor, lambda stats: stats.best)  # type: ignore[arg-type]
 
     def finish(stats: Stats) -> Tensor:
