@@ -136,7 +136,7 @@ FORMS = {
     "weights without gradients": lambda z, x: no_grad(both_parts(lambda z: z.max(-1)))(z, x) * nll(z, x),
     "prediction of probabilities": lambda z, x: (z.softmax(-1).argmax(-1) == x.ids) * nll(z, x),
     "predictions as targets": lambda z, x: (lambda p, ids: p.detach() * (
-        F.cross_entropy(z.mT, ids, reduction="none") - picked(z, x) + z.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        F.cross_entropy(z.mT, ids, reduction="none") + z.log_softmax(-1).gather(-1, ids[..., None])[..., 0].exp()
     ))(*z.softmax(-1).max(-1)),
     "amax": lambda z, x: z.softmax(-1).amax(-1) * x.w + z.amax(dim=(-1,), keepdim=True).squeeze(-1),
     "margin": lambda z, x: margin(z.softmax(-1).topk(2, dim=-1).values) * x.w,

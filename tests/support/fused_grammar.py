@@ -96,8 +96,9 @@ subs($x, $y, '$c').gather(-1, $y[..., None]).squeeze(-1) || -subs($x * 1, $y, '$
 -($x.log_softmax(-1).exp() * $x.log_softmax(-1)).sum(-1) || -$x.logsumexp(-1) || $x.logsumexp(-1) * 0.5 / 2
 $x.sum(-1) || $x.mean(-1) || $x.masked_fill(torch.arange(V) == 3, -1e4).logsumexp(-1)
 $x.softmax(-1).max(-1).values || $x.max(-1)[0] || torch.max($x.softmax(-1), dim=-1)[0].detach() || $x.amax(-1)
-$x.topk(2).values.diff(dim=-1)[..., 0] || $x.softmax(-1).topk(2, -1)[0].sum(-1) || $x.exp().sum(-1).log() || $x.exp().sum(-1)
--($x.softmax(-1) * $x.softmax(-1).log()).sum(-1) || torch.special.entr($x.softmax(-1)).sum(-1) || $x.log_softmax(-1).mean(-1)
+$x.topk(2).values.diff(dim=-1)[..., 0] || $x.softmax(-1).topk(2, -1)[0].sum(-1) || $x.exp().sum(-1).log()
+-($x.softmax(-1) * $x.softmax(-1).log()).sum(-1) || torch.special.entr($x.softmax(-1)).sum(-1)
+$x.log_softmax(-1).mean(-1) || $x.exp().sum(-1)
 F.cross_entropy($x.movedim(-1, 1), $y, label_smoothing=0.1, reduction='none')
 $x.gather(-1, $y[..., None]).squeeze(-1) - $x.logsumexp(-1) || torch.logsumexp(input=$x, dim=(-1,))
 """)
