@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from dllm_kernels import fused_head
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, every_time
 
 B, L, D, V = 2, 6, 8, 23
 
@@ -206,6 +206,7 @@ OF_CALLS = {
     "a shift of a view": lambda call, x: shifted_in_place(call()[:, :L], x),
     "a factor of a view": lambda call, x: call()[:, :L].mul_(0.3).logsumexp(-1) * x.w,
 }  # fmt: skip
+EVERYDAY = [*FORMS, *OF_CALLS, *(f"{shift}: {use}" for shift, use in zip(SHIFTS, OF_SHIFTS, strict=True))]
 for shift in SHIFTS:
     for use in OF_SHIFTS:
         FORMS[f"{shift}: {use}"] = lambda z, x, s=SHIFTS[shift], u=OF_SHIFTS[use]: u(s(z, x), x)
@@ -249,7 +250,7 @@ def assert_equal_results(name, kind, may_materialize=False):
     assert may_materialize or materialized == 0
 
 
-@pytest.mark.parametrize("name", [*FORMS, *OF_CALLS])
+@pytest.mark.parametrize("name", every_time(EVERYDAY, [*FORMS, *OF_CALLS]))
 def test_a_form_needs_no_logits(name):
     assert_equal_results(name, "bias")
 
