@@ -194,10 +194,14 @@ def _raised(p: SoftmaxTerm, call: Call) -> Any:
 
 
 def _entr(p: SoftmaxTerm, call: Call) -> Any:
-    """Compute -p log p, which is 0 for p = 0."""
-    if p.kind != P or p.factor != 1 or call.args or call.kwargs or p.dtype != accum_dtype(p.dtype):
+    """Compute -p log p by entr, or p log p by xlogy, which is 0 for p = 0."""
+    product = "xlogy" in call.function.__name__
+    if p.kind != P or p.factor != 1 or call.kwargs or p.dtype != accum_dtype(p.dtype):
         return NotImplemented
-    return _changed(p, call, P_LOG_P, -1.0)
+    if len(call.args) != product or any(other is not p for other in call.args):
+        return NotImplemented
+    step = (lambda t: torch.xlogy(t, t)) if product else call.on
+    return SoftmaxTerm.of(p.logits, [p], step, p.dtype, p.operation, P_LOG_P, 1.0 if product else -1.0)
 
 
 def _sum(p: SoftmaxTerm, call: Call) -> Any:
@@ -332,6 +336,7 @@ SoftmaxTerm.rules = {
     **dict.fromkeys(("sum", "mean"), _sum),
     **dict.fromkeys(("gather", "take_along_dim"), _gathered),
     "mul": _product, "neg": _negative, "div": _quotient, "special_entr": _entr,
+    "xlogy": _entr, "special_xlogy": _entr,
 }  # fmt: skip
 
 

@@ -153,6 +153,7 @@ FORMS = {
     "confidence without a class": lambda z, x: put(z, (..., V - 1), -torch.inf).softmax(-1).max(-1).values * x.w,
     "the entropy of p and log p": lambda z, x: entropy_of(z.softmax(-1)) * x.w,
     "bits": lambda z, x: -(lambda p: (p * p.log2()).sum(-1) + (p.log10() * p).sum(-1))(z.softmax(-1)) * x.w,
+    "xlogy": lambda z, x: (lambda p: torch.xlogy(p, p).sum(-1))(z.softmax(-1)) * x.w,
     "entr": lambda z, x: torch.special.entr(z.softmax(-1)).sum(-1) * x.w,
     "a tiny constant in the logarithm": lambda z, x: (lambda p: -(p * (p + 1e-10).log()).sum(-1))(z.softmax(-1)) * x.w,
     "a tiny bound in the logarithm": lambda z, x: (
@@ -174,6 +175,8 @@ FORMS = {
         z.masked_fill(torch.arange(V, device=z.device) > V - 4, -torch.inf)) * x.w,
     "a mask of classes, where": lambda z, x: (lambda y: y.logsumexp(-1) * Categorical(logits=y).entropy())(
         torch.where(torch.arange(V, device=z.device) < V - 2, z, -1e9)) * x.w,
+    "a mask of classes, a tensor": lambda z, x: nll(torch.where(
+        torch.arange(V, device=z.device) < V - 2, z, torch.full_like(z, -torch.inf)), x) * x.w,
     "two classes, one after the other": lambda z, x: nll(put(put(z, (..., 20), -torch.inf), (..., 21), -torch.inf), x),
     "rows of given tokens": lambda z, x: picked(subs(z, x, lambda y, given: torch.where(
         given, torch.full_like(y, -1e6).scatter(-1, x.noisy[..., None], 0.0), y)), x) * x.w,
