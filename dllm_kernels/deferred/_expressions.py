@@ -119,7 +119,9 @@ class Leaf:
         key = *product, self.logits.scale, self.logits.cap, self.logits.skip
         if key not in chunk.values:
             transform = Transform(self.logits.softcap, self.logits.factor, self.logits.skip)
-            chunk.values[key] = transformed(chunk.values[product], transform)
+            bias, z = self.logits.class_bias, transformed(chunk.values[product], transform)
+            # A class that was set has no gradient.
+            chunk.values[key] = z if bias is None or bias.filled is None else z.masked_fill(bias.filled, -torch.inf)
         z = chunk.values[key]
         z = z if self.needs_grad else z.detach()
         return z.log_softmax(-1, dtype=self.dtype) if self.logits.log_probs else z.to(self.dtype)

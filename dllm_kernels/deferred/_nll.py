@@ -22,6 +22,7 @@ from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_
 from dllm_kernels.deferred._expressions import RowFunction, row_numbers, row_values, weighted_rows
 from dllm_kernels.deferred._graph import Recipe, Step, become
 from dllm_kernels.deferred._pending import NeededStats, Pending, compute
+from dllm_kernels.deferred._record import Stats
 from dllm_kernels.deferred._tensor import meta_after
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -104,8 +105,8 @@ class DeferredNLL(Pending):
 
     def needed_stats(self) -> NeededStats:
         """Return the statistics that the NLL needs of a pass that computes others too."""
-        fields, ids = {name: getattr(self, name) for name in AFFINE}, _ids(self.target, self.ignore_index)
-        return NeededStats(ids, False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **fields))
+        fields, ids = {name: getattr(self, name) for name in AFFINE}, target_ids(self.target, self.ignore_index)
+        return NeededStats(lambda stats: _affine(-stats.log_probs[..., 0], self.dtype, **fields), ids)
 
     def result(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
@@ -284,10 +285,10 @@ class DeferredSum(Pending):
         """Return the statistics that the sum needs of a pass that computes others too."""
         weights, finish = self.row_weights, self.finish
 
-        def total(log_probs: Tensor, *_: Any) -> Tensor:
-            return finish((torch.where(weights != 0, -log_probs[..., 0], 0.0) * weights).sum())
+        def total(stats: Stats) -> Tensor:
+            return finish((torch.where(weights != 0, -stats.log_probs[..., 0], 0.0) * weights).sum())
 
-        return NeededStats(_ids(self.target, self.ignore_index), False, total)
+        return NeededStats(total, target_ids(self.target, self.ignore_index))
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the value, computed in one pass with the values of other pending members."""
@@ -343,7 +344,7 @@ def _weighted(
     return ops.weighted_nll(record, target, row_weights, ignore_index=ignore_index, check_targets=False)
 
 
-def _ids(target: Tensor, ignore_index: int) -> Tensor:
+def target_ids(target: Tensor, ignore_index: int) -> Tensor:
     """Return targets as ids ``[..., 1]`` of statistics, which take -100 for a missing id."""
     return target.masked_fill(target == -100, -1).masked_fill(target == ignore_index, -100).unsqueeze(-1)
 

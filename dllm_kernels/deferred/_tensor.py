@@ -457,8 +457,8 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
     return result
 
 
-def _is_leaf_view(x: DeferredTensor, source: Any) -> bool:
-    if torch.is_grad_enabled() or not isinstance(source, DeferredTensor):
+def _is_leaf_view(x: Any, source: Any) -> bool:
+    if torch.is_grad_enabled() or not isinstance(x, DeferredTensor) or not isinstance(source, DeferredTensor):
         return False
     return source.requires_grad and same_storage(x.meta, source.meta)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels.deferred._expressions import moved
 from dllm_kernels.deferred._graph import Step
-from dllm_kernels.deferred._logits import RULES, DeferredLogits, like
+from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
 from dllm_kernels.deferred._moves import MOVES, Call
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after
@@ -128,17 +128,19 @@ def _einsum(x: Any, call: Call) -> Any:
 Term.rules |= dict.fromkeys(("expand_as", "view_as", "reshape_as"), like)
 
 
-@_fallback("float", "double", "half", "bfloat16", "to", "type")
-def _cast(x: Any, call: Call) -> Any:
-    if not isinstance(x, Term) or not all(v in FLOAT_DTYPES for v in (*call.args, *call.kwargs.values())):
-        return NotImplemented
-    result = recorded(call.on, x, operation="to")
-    return x if result is not NotImplemented and result.dtype == x.dtype else result
+def _cast(p: Term, call: Call) -> Any:
+    dtype = cast_dtype(p, call)
+    if dtype is None or dtype == p.dtype:
+        return NotImplemented if dtype is None else p
+    meta = torch.empty_like(p.meta, dtype=dtype)
+    return Term.of(p.logits, [p], lambda t: t.to(dtype), meta, p.operation, p.kind, p.factor)
 
 
-@_fallback("detach", "data")
-def _detached(x: Any, call: Call) -> Any:
-    return x.detached(call.on) if isinstance(x, Term) else NotImplemented
+def _detached(p: Term, call: Call) -> Any:
+    return p.detached(call.on)
+
+
+Term.rules |= dict.fromkeys(("to", "type", "type_as", *CASTS), _cast) | dict.fromkeys(("detach", "data"), _detached)
 
 
 def _on_classes(x: Any, dim: Any) -> bool:
@@ -326,24 +328,28 @@ def _soft_cross_entropy(x: Any, call: Call) -> Any:
 
 def _move_rule(name: str) -> Rule:
     def move(p: Term, call: Call) -> Any:
-        row_move = None
-        if p.expression is not None and not any(isinstance(a, Term | DeferredLogits) for a in call.args):
-            row_move = MOVES[name](p.shape, p.ndim - 1, call)
+        row_move, known = None, p.expression is not None or p.kind is not None
+        if known and not any(isinstance(a, DeferredTensor) for a in call.args):
+            row_move = MOVES[name](p.shape, p.logits.axis, call)
         if row_move is None:
             return _without_classes(p, call)
-        x = p.logits.moved(row_move, row_move.apply)
+        x = p.logits.moved(row_move, row_move.apply, call.args[0] if name == "__getitem__" else None)
         after = meta_after(call.on, p)
         if x is p.logits or (after is not None and after[0] is p.meta):
             return p
-        if not isinstance(x, DeferredLogits) or x.axis != x.ndim - 1:
+        if not isinstance(x, DeferredLogits):
             return NotImplemented
-        keys = p.logits.product_key, x.product_key
-        expression = moved(p.expression, row_move.apply, p.shape[:-1], keys, {})
-        meta = torch.empty((*x.shape[:-1], p.shape[-1]), dtype=p.dtype, device="meta") if after is None else after[0]
+        keys, expression = (p.logits.product_key, x.product_key), None
+        if p.expression is not None and x.axis == x.ndim - 1:
+            expression = moved(p.expression, row_move.apply, p.shape[:-1], keys, {})
+        if expression is None and p.kind is None:
+            return NotImplemented
+        shape = *x.shape[: x.axis], p.shape[p.logits.axis], *x.shape[x.axis + 1 :]
+        meta = torch.empty(shape, dtype=p.dtype, device="meta") if after is None else after[0]
         with torch.set_grad_enabled(p.needs_grad and torch.is_grad_enabled()):
             return Term.create(
                 meta, x.tapped(), Step(call.on, x.restored, [p]), needs=x.needs, logits=x, operation=p.operation,
-                kind=None, factor=1.0, expression=expression,
+                kind=p.kind, factor=p.factor, expression=expression,
             )  # fmt: skip
 
     return move

@@ -49,10 +49,11 @@ class Term(DeferredTensor):
     ) -> Any:  # fmt: skip
         """Return ``step(*sources, *constants)``, which is like ``meta``."""
         x.check_unchanged()
+        needs_grad = torch.is_grad_enabled() and any(s.needs_grad for s in sources) and meta.dtype.is_floating_point
+        x = x.detach() if x.needs_grad and not needs_grad else x
         inputs = (*map(expression_of, sources), *constants)
         recipe = Step(lambda *values: step(*values, *(c.whole() for c in constants)), x.restored, sources)
         through = [source for source in sources if source.needs_grad]
-        needs_grad = torch.is_grad_enabled() and bool(through) and meta.dtype.is_floating_point
         expression = None if None in inputs else Operation(step, inputs, needs_grad)
         with torch.set_grad_enabled(needs_grad):
             parts = (through or [x])[0].tapped()
@@ -82,7 +83,14 @@ def expression_of(x: Any) -> Any:
     plain = x.fusible and x.axis == x.ndim - 1 and x.overwritten is None and not x.skip_finite
     if not plain or any(t is not None and is_dtensor(t) for t in x.parts):
         return None
-    return Leaf(x.copied(), x.dtype, x.product_key, x.needs_grad and torch.is_grad_enabled())
+    bias, shift, needs_grad = x.class_bias, x.shift, x.needs_grad and torch.is_grad_enabled()
+    if bias is not None and bias.filled is not None and bool(bias.values[bias.filled].isfinite().any()):
+        return None
+    leaf = Leaf(x.copied(), x.dtype, x.product_key, needs_grad)
+    if x.log_probs or not shift:
+        return leaf
+    rows = () if shift.rows is None else (Constant(shift.rows, shift.rows._version),)
+    return Operation(shift._replace(rows=None).added_to, (leaf, *rows), needs_grad)
 
 
 def logits_of(x: Any) -> DeferredLogits:

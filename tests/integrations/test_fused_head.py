@@ -470,6 +470,12 @@ UNFUSED = {
     ).sum(),
     "a softmax of other dimensions": lambda z, x: (z.log_softmax(1) * x.p[..., None]).sum(),
     "softmax": lambda z, x: z.softmax(-1)[..., 0].sum(),
+    "the least class": lambda z, x: z.topk(2, largest=False)[0].sum(),
+    "the largest of all": lambda z, x: z.max() + z.softmax(-1).max(),
+    "the largest of all rows": lambda z, x: (z.argmax(1) + z.logsumexp(-1).sum()).sum(),
+    "the top of some low classes": lambda z, x: (
+        z.masked_fill(torch.arange(V, device=z.device) < 2, -1e9).topk(2)[0].sum()
+    ),
     "a class that is not low enough": lambda z, x: (z[..., 3].add_(-100), z.logsumexp(-1).sum())[1],
     "a class that is low, as a target": lambda z, x: (
         z.__setitem__((..., int(x.ids[0, 0])), -3e3),
@@ -478,6 +484,9 @@ UNFUSED = {
     "a low class beside a view": lambda z, x: (lambda y: (z.__setitem__((..., 3), -1e6), y.logsumexp(-1).sum())[1])(
         z[:, 1:]
     ),
+    "two classes, as targets": lambda z, x: F.cross_entropy(
+        z.masked_fill(torch.arange(V, device=z.device) < V - 2, -1e9).mT, x.ids
+    ),
     "a class in some rows": lambda z, x: (z.__setitem__((0, ..., 3), -1e6), z.logsumexp(-1).sum())[1],
     "NaN": lambda z, x: (z / 1e-30 / 1e-30 * 0 == z).sum() + z.sum(),
     "log-probabilities of rows": lambda z, x: (
@@ -485,7 +494,7 @@ UNFUSED = {
     )(z - z.logsumexp(-1, keepdim=True)),
     "a slice of classes": lambda z, x: z[..., :5].sum() + z[..., 7].sum(),
     "a view across classes": lambda z, x: z.reshape(B, L * V).sum(1).mean(),
-    "a sort": lambda z, x: z.topk(3).values.sum() + z.max(-1).values.sum(),
+    "a sort": lambda z, x: z.sort(-1).values[..., :3].sum() + z.kthvalue(2, -1).values.sum(),
     "cat of classes": lambda z, x: torch.cat([z, z], -1).logsumexp(-1).sum(),
     "cat with zeros": lambda z, x: torch.cat([z, torch.zeros_like(z[:, :1])], 1).logsumexp(-1).sum(),
     "logsumexp of rows": lambda z, x: z.logsumexp(1).sum(),
