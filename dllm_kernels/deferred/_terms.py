@@ -50,7 +50,7 @@ class Term(DeferredTensor):
         """Return ``step(*sources, *constants)``, which is like ``meta``."""
         x.check_unchanged()
         needs_grad = torch.is_grad_enabled() and any(s.needs_grad for s in sources) and meta.dtype.is_floating_point
-        x = x.detach() if x.needs_grad and not needs_grad else x
+        x = x.detach() if x.needs_grad and not needs_grad else x  # type: ignore[assignment]
         inputs = (*map(expression_of, sources), *constants)
         recipe = Step(lambda *values: step(*values, *(c.whole() for c in constants)), x.restored, sources)
         through = [source for source in sources if source.needs_grad]

@@ -508,11 +508,6 @@ UNFUSED = {
 }
 
 
-def without_class(z):
-    z[..., 3] = -torch.inf
-    return z
-
-
 @pytest.mark.parametrize("name", UNFUSED)
 def test_other_operations_get_the_logits_once_and_warn_once(name):
     model, x = Model(), Batch()

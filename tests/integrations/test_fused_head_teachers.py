@@ -56,6 +56,16 @@ def in_place(z, x):
     return -terms.neg_().sum()
 
 
+def without_class(z):
+    z[..., 3] = -torch.inf
+    return z
+
+
+@torch.no_grad()
+def probabilities(z):
+    return z.softmax(-1)
+
+
 def torchtune(z, x):
     infinite = torch.isinf(z)
     log_p = F.log_softmax(z, -1, dtype=torch.float32)
@@ -114,8 +124,10 @@ LOSSES = {
     "cross_entropy": lambda z, x: F.cross_entropy(z.view(-1, V), x.q.view(-1, V)),
     "cross_entropy, classes second": lambda z, x: F.cross_entropy(z.mT, x.q.mT, reduction="none")[x.mask].mean(),
     "smoothing of probabilities": lambda z, x: nn.CrossEntropyLoss(label_smoothing=0.1)(z[0], x.q[0]),
-    "smoothing of ids": lambda z, x: F.cross_entropy(z.mT, x.ids.masked_fill(~x.mask, -100), label_smoothing=0.1),
-    "weights of classes": lambda z, x: F.cross_entropy(z.mT, x.ids.masked_fill(~x.mask, -100), weight=x.q[0, 0]),
+    "smoothing of ids, capped": lambda z, x: F.cross_entropy(z.tanh().mT, x.ids, label_smoothing=0.1),
+    "smoothing of ids, with weights": lambda z, x: F.cross_entropy(
+        z.mT, x.ids.masked_fill(~x.mask, -100), label_smoothing=0.1, weight=x.q[0, 0]
+    ),
     "kl_div": lambda z, x: x.mean(F.kl_div(z.log_softmax(-1), x.q, reduction="none").sum(-1)),
     "kl_div of zeros": lambda z, x: x.mean(F.kl_div(z.log_softmax(-1), x.sparse, reduction="none").sum(-1)),
     "kl_div, sum": lambda z, x: F.kl_div(z.log_softmax(-1), x.t.log_softmax(-1), reduction="sum", log_target=True),
@@ -147,9 +159,35 @@ LOSSES = {
         (without_graph(x).roll(1, 1).softmax(-1) - z.softmax(-1)).abs()[:, :, None].squeeze(2).sum(-1)
     ),
     "entropy of weighted rows": lambda z, x: (z.softmax(-1) * z.log_softmax(-1) * x.w[..., None]).sum(),
-    "two classes": lambda z, x: z.masked_fill(torch.arange(V, device=z.device) < 2, -torch.inf).logsumexp(-1).sum(),
-    "a constant is added": lambda z, x: (z + x.w[..., None]).logsumexp(-1).sum() + (-2 * z).amax(-1).sum(),
+    "a negative factor": lambda z, x: (-2 * z).amax(-1).sum(),
     "capped": lambda z, x: (lambda y: (y + y / 2).logsumexp(-1).sum())(torch.tanh(z)),
+    "a cap of capped ones": lambda z, x: torch.tanh(torch.tanh(z / 3)).logsumexp(-1).sum(),
+    "a cap of log-probabilities": lambda z, x: torch.tanh(z.log_softmax(-1)).logsumexp(-1).sum(),
+    "a cap of a skipped class": lambda z, x: torch.tanh(without_class(z)).logsumexp(-1).sum(),
+    "dimensions from the front": lambda z, x: (x.q - F.softmax(z, 2)).abs().sum(2).mean() + (
+        lambda e: (x.q * (e / e.sum(2, keepdim=True)).sqrt()).sum(2).mean()
+    )(z.exp()),
+    "a number per row": lambda z, x: (x.t * (z + x.w[..., None]).relu())[:, 1:].flatten(0, 1).sum(-1).square().mean(),
+    "a number per row, moved": lambda z, x: (
+        (z - x.w[..., None])[:, 1:].flatten(0, 1).relu() * x.t[:, 1:].flatten(0, 1)
+    )[[3, 1, 0]].sum(-1).square().mean(),
+    "a number per class": lambda z, x: ((z + x.q[0, 0]).sigmoid() * x.t).sum(-1).mean(),
+    "minus the maximum": lambda z, x: ((z - z.amax(-1, keepdim=True)).exp() * x.t).sum(-1).mean(),
+    "minus the maximum, detached": lambda z, x: (
+        (z - z.max(-1, keepdim=True).values.detach() + 1).square() * x.t
+    ).sum(-1).mean(),
+    "set classes": lambda z, x: (
+        z.masked_fill(torch.arange(V, device=z.device) < 2, -torch.inf).clamp(min=-5) * x.t
+    ).sum(-1).mean(),
+    "a large epsilon": lambda z, x: (lambda p: (p * (p + 1e-3).log()).sum())(z.softmax(-1)),
+    "classes in another place": lambda z, x: (lambda p: (p * p.log()).sum(1).mean())(z.softmax(-1).mT),
+    "without a graph": lambda z, x: (probabilities(z) * z.log_softmax(-1)).sum(-1).mean() + (
+        probabilities(z).max(-1).values.sum() + probabilities(z).gather(-1, x.ids[..., None]).sum()
+    ),
+    "a detached entropy": lambda z, x: (
+        (z.softmax(-1) * z.log_softmax(-1)).detach().sum(-1).mean() + z.softmax(-1).detach().amax(-1).mean()
+        + z.logsumexp(-1).mean()
+    ),
     "itself": lambda z, x: -(z.detach().softmax(-1) * (z / 2).log_softmax(-1)).sum(-1).mean(),
 }  # fmt: skip
 
