@@ -7,6 +7,7 @@ product.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -121,10 +122,32 @@ def touched(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
     return masked_rows(logits, ids, p) + 0.0 * logits.sum()
 
 
+@functools.lru_cache(maxsize=1)
+def _probabilities(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the stored probabilities of a teacher."""
+    return torch.randn(shape, dtype=dtype, device=device).softmax(-1)
+
+
+def _teacher(logits: Any) -> torch.Tensor:
+    return _probabilities(logits.shape, logits.dtype, logits.device)
+
+
+def eagle(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute the loss of EAGLE: products of the probabilities of a teacher and log-probabilities."""
+    return -torch.sum((p > 0)[:, :, None] * (_teacher(logits) * nn.LogSoftmax(dim=2)(logits)), 2).mean()
+
+
+def distillation(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute the masked mean of a KL divergence, as speculators and TRL do."""
+    rows = F.kl_div(F.log_softmax(logits, -1), _teacher(logits), reduction="none").sum(-1)
+    return (rows * (p > 0)).sum() / (p > 0).sum()
+
+
 LOSSES = {
     "masked rows": masked_rows, "all rows": all_rows, "where and einsum": chosen, "ratios": ratios, "z-loss": z_loss,
     "gather and logsumexp": selective, "subs": subs, "guidance": guidance, "padded vocabulary": padded_vocabulary,
-    "entropy": entropy, "distribution": distribution, "touched": touched,
+    "entropy": entropy, "distribution": distribution, "touched": touched, "EAGLE": eagle,
+    "distillation": distillation,
 }  # fmt: skip
 
 

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
-from dllm_kernels.deferred._graph import Step
+from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, Overwritten, move_rule, rule
 from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._record import ClassBias, logits_of
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after
-from dllm_kernels.rows._transform import transformed
+from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
 # The exponential of a number below -745 is 0 in float64, below -104 in float32; the rest is for rounded logits.
 LOW = -2000.0
+NOTHING = -1e8  # a number that is this low does not change when a logit is added to it
 by_index, by_narrow = move_rule("__getitem__"), move_rule("narrow")
 
 
@@ -112,11 +114,13 @@ def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
     V = x.shape[-1]
     chosen = range(V)[item]
     h, u, *parameters = x.tapped()
-    if x.log_probs or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
+    if x.log_probs or x.shift.best or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
         return NotImplemented
     head_classes = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
     sliced = (t if t is None else t[item] for t in parameters)
     changes: dict[str, Any] = {"columns": head_classes}
+    if x.class_bias is not None:
+        changes["class_bias"] = x.class_bias.sliced(item)
     if x.skip is not None:
         changes["skip"] = chosen.index(x.skip) if x.skip in chosen else None
     meta, _ = meta_after(call.on, x)  # type: ignore[misc]
@@ -135,12 +139,28 @@ def _narrowed(x: DeferredLogits, call: Call) -> Any:
 
 def _skipping(x: DeferredLogits, k: int | None, value: Any, adds: bool = False) -> dict[str, Any] | None:
     """Return the changes of logits whose class ``k`` gets a value, or to which it is added; None if not recorded."""
-    usable = x.deferred and _plain_classes(x) and not x.log_probs and x.fusible
+    usable = x.deferred and _plain_classes(x) and not x.log_probs and x.fusible and not x.shift.best
     if k is None or not usable or x.skip not in (None, k) or isinstance(value, bool) or x.shape[-1] < 2:
         return None
     if not isinstance(value, int | float) or not (value == -math.inf or _is_low(x, k, value, adds)):
         return None
     return {"skip": k, "skip_finite": value != -math.inf}
+
+
+def _filling(x: DeferredLogits, classes: Tensor | None, value: Any) -> dict[str, Any] | None:
+    """Return the changes of logits whose classes, a mask ``[V]``, get a value; None if not recorded."""
+    usable = classes is not None and x.deferred and not x.log_probs and x.fusible and x.overwritten is None
+    if not usable or isinstance(value, bool) or not isinstance(value, int | float) or x.cap is not None:
+        return None
+    low = value == -math.inf or (value <= NOTHING and x.hidden.dtype != torch.float16)
+    if not low or x.shift.best or any(t is not None and is_dtensor(t) for t in x.parts):
+        return None
+    before = x.class_bias
+    fill = torch.where(classes, float(value), 0.0).to(accum_dtype(x.hidden.dtype))  # type: ignore[arg-type]
+    filled = classes if before is None or before.filled is None else before.filled | classes  # type: ignore[operator]
+    values = fill if before is None else torch.where(classes, fill, before.values)  # type: ignore[arg-type]
+    infinite = value == -math.inf or (before is not None and before.infinite)
+    return {"class_bias": ClassBias(values, filled, infinite)}
 
 
 def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
@@ -151,14 +171,10 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
     if not value < LOW or x.skip is not None:
         return False
     with torch.no_grad(), x.restored():
-        hidden, weight, bias, extra, *_ = record = x.rows()
-        if is_dtensor(weight) or is_dtensor(hidden) or not hidden.numel():
+        record = x.rows()
+        if is_dtensor(record.weight) or is_dtensor(record.hidden) or not record.hidden.numel():
             return False
-        both = torch.tensor([k, int(k == 0)], device=hidden.device)
-        z = torch.nn.functional.linear(hidden, weight[both], None if bias is None else bias[both])
-        z = z if extra is None else z + torch.nn.functional.linear(extra[0], extra[1][both])
-    z = z.double()
-    z = transformed(z, record.transform.pointwise, z)
+        z = logits_of(record, torch.tensor([k, int(k == 0)], device=x.device))
     new = z[..., 0] + value if adds else value
     return bool((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
 
@@ -171,7 +187,7 @@ def _assigned(x: DeferredLogits, call: Call) -> Any:
         return None if same else NotImplemented
     if x.log_probs:
         return _overwrite(x, index, value)
-    changes = _skipping(x, _class_of(x, index), value)
+    changes = _skipping(x, _class_of(x, index), value) or _filling(x, _mask_of(x, index), value)
     if changes is None:
         return NotImplemented
     changed = x.change(lambda z: _put(z, index, value), **changes)
@@ -206,19 +222,44 @@ def _column_added(column: DeferredColumn, call: Call) -> Any:
 DeferredColumn.rules = {"add_": _column_added, "sub_": _column_added}
 
 
-def _one_class(x: DeferredLogits, mask: Any) -> int | None:
-    """Return the class that a mask selects in all rows; None for any other mask. On a GPU this is a host sync."""
+def _mask_of(x: DeferredLogits, index: Any) -> Tensor | None:
+    """Return a mask ``[V]`` of the classes that an index selects in all rows; None for any other index."""
+    if not _plain_classes(x):
+        return None
+    items = list(index) if isinstance(index, tuple) else [index]
+    *rows, item = items
+    place = slice(None) if isinstance(item, Tensor | list) else item
+    if _class_item(x, (*rows, place)) is None:
+        return None
+    if isinstance(item, Tensor) and (item.dim() != 1 or item.dtype not in (torch.int64, torch.bool)):
+        return None
+    if isinstance(item, list) and not all(type(i) is int for i in item):
+        return None
+    mask = torch.zeros(x.shape[-1], dtype=torch.bool, device=x.device)
+    mask[item] = True
+    return mask
+
+
+def _of_classes(x: DeferredLogits, mask: Any) -> Tensor | None:
+    """Return a mask that selects classes in all rows as ``[V]``; None for any other mask."""
     if not isinstance(mask, Tensor) or isinstance(mask, DeferredTensor) or mask.dtype != torch.bool:
         return None
     if mask.numel() != x.shape[-1] or mask.dim() > x.ndim or not mask.dim() or mask.shape[-1] != mask.numel():
         return None
-    classes = mask.flatten().nonzero().flatten().tolist()
-    return classes[0] if len(classes) == 1 else None
+    return mask.flatten().clone()
 
 
 def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
-    """Set the classes of a mask to a value."""
-    changes = _skipping(x, _one_class(x, mask), value) if _plain_classes(x) else None
+    """Set the classes of a mask to a value. On a GPU, reading the mask is a host sync."""
+    if x.log_probs:
+        return _filled_rows(x, call, mask, value)
+    if isinstance(value, ConstantRows) and value.ids is None and value.dtype == x.dtype:
+        value = value.fill
+    elif type(value) is Tensor and value.dim() == 0 and not value.requires_grad and readable_without_sync(value):
+        value = value.item() if value.is_floating_point() else value
+    classes = _of_classes(x, mask) if _plain_classes(x) else None
+    chosen = [] if classes is None else classes.nonzero().flatten().tolist()
+    changes = (_skipping(x, chosen[0], value) if len(chosen) == 1 else None) or _filling(x, classes, value)
     if changes is None:
         return NotImplemented
     mask = mask.clone()
@@ -243,10 +284,91 @@ def _chosen(x: DeferredLogits, call: Call) -> Any:
     first, second, keep = (args.get(name) for name in ("input", "other", "condition"))
     if not isinstance(keep, Tensor) or isinstance(keep, DeferredTensor) or keep.dtype != torch.bool:
         return NotImplemented
+    if not isinstance(x, DeferredLogits):
+        x = second if first is x else first  # type: ignore[unreachable]
     return _filled_with(x, call, *((~keep, second) if first is x else (keep, first)))
 
 
 # Log-probabilities ----------------------------------------------------------------------------------------------------
+
+
+class ConstantRows(DeferredTensor):
+    """Logits that are a number, but for one class per row.
+
+    Attributes:
+        fill: the number.
+        ids: classes with another value, one per row, or None.
+        value: their value.
+    """
+
+    fill: float
+    ids: Tensor | None
+    value: float
+
+    @classmethod
+    def of(cls, x: Any, fill: float, dtype: torch.dtype, ids: Tensor | None = None, value: float = 0.0) -> Any:
+        """Return a tensor of the shape of ``x``."""
+        shape, device = x.shape, x.device
+
+        def values(_: Any) -> Tensor:
+            t = torch.full(shape, fill, dtype=dtype, device=device)
+            return t if ids is None else t.scatter_(-1, ids.unsqueeze(-1), value)
+
+        with torch.no_grad():
+            recipe = Recipe(values, lambda: torch.autocast(device.type, enabled=False), [False])
+            meta, parts = torch.empty(shape, dtype=dtype, device="meta"), [torch.empty(0, device=device)]
+            return cls.create(meta, parts, recipe, needs=recipe.needs, fill=fill, ids=ids, value=value)
+
+    def after(self, sources: Sequence[Any], step: Any) -> Any:
+        """Return a copy."""
+        return step(self.materialize())
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
+def _new_like(x: DeferredLogits, call: Call) -> Any:
+    """Return a new tensor; a constant stays deferred, because it may become rows of log-probabilities."""
+    first = call.args[0] if len(call.args) == 1 else None
+    fill = {"zeros_like": 0.0, "ones_like": 1.0, "full_like": first}.get(call.function.__name__)
+    if x.axis != x.ndim - 1 or call.kwargs or not isinstance(fill, int | float):
+        return call.function(x.meta, *call.args, **{"device": x.device, **call.kwargs})
+    return ConstantRows.of(x, float(fill), x.dtype)
+
+
+def _scattered(x: ConstantRows, call: Call) -> Any:
+    """Set one class per row."""
+    named = {"value" if name == "src" else name: value for name, value in call.kwargs.items()}
+    args = arguments(("dim", "index", "value"), call.args, named)
+    ids, value = args.get("index"), args.get("value")
+    if x.ids is not None or not _is_ids(ids) or isinstance(value, bool) or not isinstance(value, int | float):
+        return NotImplemented
+    if args.get("dim") not in (-1, x.ndim - 1) or ids.shape != (*x.shape[:-1], 1):  # type: ignore[union-attr]
+        return NotImplemented
+    return ConstantRows.of(x, x.fill, x.dtype, ids.squeeze(-1).clone(), float(value))  # type: ignore[union-attr]
+
+
+ConstantRows.rules = {"scatter": _scattered, "where": _chosen}
+
+
+def _filled_rows(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
+    """Set the log-probabilities of the rows of a mask ``[..., 1]``."""
+    constant = isinstance(value, ConstantRows) and value.shape == x.shape and value.dtype == x.dtype
+    if not constant and (isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value)):
+        return NotImplemented
+    plain = isinstance(mask, Tensor) and not isinstance(mask, DeferredTensor) and mask.dtype == torch.bool
+    if not _plain_classes(x) or not plain or mask.shape != (*x.shape[:-1], 1):
+        return NotImplemented
+    fill, ids, other = (value.fill, value.ids, value.value) if constant else (float(value), None, 0.0)
+    mask = mask.squeeze(-1).clone()
+    overwritten = Overwritten(mask, (mask, 0), fill, ids, other)
+
+    def step(z: Tensor) -> Tensor:
+        z = z.masked_fill(mask.unsqueeze(-1), fill)
+        if ids is None:
+            return z
+        return torch.where(mask.unsqueeze(-1), z.scatter(-1, ids.unsqueeze(-1), other), z)
+
+    changes: dict[str, Any] = {"overwritten": overwritten}
+    return x.change(step, **changes) if call.function.__name__[-1] == "_" else x.elementwise(step, **changes)
 
 
 def _overwrite(x: DeferredLogits, index: Any, value: Any) -> Any:

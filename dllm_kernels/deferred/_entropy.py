@@ -12,58 +12,41 @@ import torch.nn.functional as F
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred._graph import Step
-from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_ids, on_classes, picked, rule
+from dllm_kernels.deferred._logits import (
+    RULES,
+    DeferredLogits,
+    class_dim,
+    class_ids,
+    on_classes,
+    picked,
+    rule,
+    stat,
+    takes_skipped,
+)  # fmt: skip
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import dtype_after
-from dllm_kernels.deferred._pending import DeferredStat, NeededStats
+from dllm_kernels.deferred._pending import DeferredStat, is_stat_of
+from dllm_kernels.deferred._record import NO_SHIFT, Stats
 from dllm_kernels.deferred._sums import negative
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments
+from dllm_kernels.deferred._tensor import arguments
+from dllm_kernels.deferred._terms import Term
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
-P, LOG_P, P_LOG_P, P_Z = "p", "log p", "p log p", "p z"
+P, LOG_P, P_LOG_P, P_Z, EXP = "p", "log p", "p log p", "p z", "exp z"
+P_LOW, LOG_P_LOW = "p + eps", "log (p + eps)"  # or the larger of both, for an eps that changes no sum over p
+LOGS = {"log": 1.0, "log2": 1 / math.log(2), "log10": 1 / math.log(10)}
 
 
-class SoftmaxTerm(DeferredTensor):
-    """A function of the softmax in the shape of the logits, times a number.
-
-    Attributes:
-        logits: the logits.
-        operation: what the report names as the operation that needs the logits.
-        kind: the softmax, the log-softmax, or the product of the softmax and the log-softmax or the logits; None for a
-            copy.
-        factor: the number.
-    """
-
-    logits: DeferredLogits
-    operation: str
-    kind: str | None
-    factor: float
-
-    @classmethod
-    def of(
-        cls, x: DeferredLogits, sources: Sequence[Any], step: Callable[..., Tensor], dtype: torch.dtype, operation: str,
-        kind: str | None, factor: float = 1.0,
-    ) -> Any:  # fmt: skip
-        """Return ``step(*sources)``."""
-        x.check_unchanged()
-        meta = torch.empty(x.shape, dtype=dtype, device="meta")
-        recipe = Step(step, x.restored, sources)
-        return cls.create(
-            meta, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, kind=kind, factor=factor
-        )
-
-    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
-        """Return a copy."""
-        return self.of(self.logits, sources, step, step(self.meta).dtype, self.operation, None)
-
-    def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the values; the report names the operation of the plain loop that computes them."""
-        return super().materialize(self.operation)
+def _term(
+    x: DeferredLogits, sources: Sequence[Any], step: Callable[..., Tensor], dtype: torch.dtype, operation: str,
+    kind: str | None, factor: float = 1.0,
+) -> Any:  # fmt: skip
+    return Term.of(x, sources, step, torch.empty(x.shape, dtype=dtype, device="meta"), operation, kind, factor)
 
 
 def _has_softmax(x: DeferredLogits) -> bool:
-    return x.fusible and x.overwritten is None and x.skip is None
+    return x.fusible and x.overwritten is None
 
 
 @rule("softmax")
@@ -74,15 +57,16 @@ def _softmax(x: DeferredLogits, call: Call) -> Any:
     if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.softmax(-1), x.dtype, x.device)
-    return SoftmaxTerm.of(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax", P)
+    dim, given = x.axis - x.ndim, args.get("dtype")  # also that of a chunk of rows
+    return _term(x, [x], lambda z: z.softmax(dim, dtype=given).to(dtype), dtype, "softmax", P)
 
 
 @rule("exp")
 def _exp(x: DeferredLogits, call: Call) -> Any:
-    if not x.log_probs or call.args or call.kwargs or not _has_softmax(x):
+    if call.args or call.kwargs or not _has_softmax(x):
         return NotImplemented
     dtype = dtype_after(lambda z: z.exp(), x.dtype, x.device)
-    return SoftmaxTerm.of(x, [x], lambda z: z.exp().to(dtype), dtype, "exp", P)
+    return _term(x, [x], lambda z: z.exp().to(dtype), dtype, "exp", P if x.log_probs else EXP)
 
 
 @rule("clamp", "clamp_min")
@@ -91,7 +75,7 @@ def _clamped(x: DeferredLogits, call: Call) -> Any:
     lowest = arguments(("min", "max"), call.args, call.kwargs)
     if not x.log_probs or not _has_softmax(x) or lowest != {"min": torch.finfo(x.dtype).min}:
         return NotImplemented
-    return SoftmaxTerm.of(x, [x], call.on, x.dtype, "clamp", LOG_P)
+    return _term(x, [x], call.on, x.dtype, "clamp", LOG_P)
 
 
 def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
@@ -99,53 +83,145 @@ def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
     return x is y or x.rows_key == y.rows_key
 
 
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _changed(p: Term, call: Call, kind: str, factor: float, dtype: torch.dtype | None = None) -> Term:
+    """Return the result of an operation on each entry as another term."""
+    return _term(p.logits, [p], call.on, dtype or p.dtype, p.operation, kind, factor)  # type: ignore[no-any-return]
+
+
 def _product(p: Any, call: Call) -> Any:
     """Multiply by a number, or the softmax by its logarithm or by the logits."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
-    if isinstance(p, SoftmaxTerm) and isinstance(other, int | float) and math.isfinite(other) and p.kind is not None:
-        return SoftmaxTerm.of(p.logits, [p], call.on, p.dtype, p.operation, p.kind, p.factor * other)
-    if not isinstance(p, SoftmaxTerm) or p.kind != P:
+    if isinstance(p, Term) and _is_factor(other) and p.kind not in (None, P_LOW):
+        return _changed(p, call, p.kind, p.factor * other)  # type: ignore[operator]
+    if not isinstance(p, Term) or p.kind != P:
         p, other = other, p
-    if not isinstance(p, SoftmaxTerm) or p.kind != P:
+    if not isinstance(p, Term) or p.kind != P:
         return NotImplemented
-    if isinstance(other, SoftmaxTerm):
-        logits, kind, factor = other.logits, P_LOG_P if other.kind == LOG_P else None, p.factor * other.factor
-    elif isinstance(other, DeferredLogits) and _has_softmax(other):
+    if isinstance(other, Term) and other.kind in (LOG_P, LOG_P_LOW):
+        logits, kind, factor = other.logits, P_LOG_P, p.factor * other.factor
+    elif isinstance(other, DeferredLogits) and _has_softmax(other) and not other.infinite:  # 0 times -inf
         logits, kind, factor = other, P_LOG_P if other.log_probs else P_Z, p.factor
     else:
         return NotImplemented
     same_graph = p.needs_grad == other.needs_grad or not torch.is_grad_enabled()
-    if kind is None or not same_graph or not _same_logits(p.logits, logits):
+    if not same_graph or not _same_logits(p.logits, logits):
         return NotImplemented
     dtype = torch.promote_types(p.dtype, other.dtype)
-    return SoftmaxTerm.of(logits, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
+    return _term(logits, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
 
 
-def _negative(p: SoftmaxTerm, call: Call) -> Any:
+def _quotient(p: Term, call: Call) -> Any:
+    """Divide by a number, or exponentials of logits by their sum."""
+    (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
+    if _is_factor(other) and other and p.kind not in (None, P_LOW):
+        return _changed(p, call, p.kind, p.factor / other)
+    if p.kind != EXP or p.factor != 1 or not is_stat_of(other, p.logits, EXP):
+        return NotImplemented
+    x = p.logits
+    dim, dtype = x.axis - x.ndim, torch.promote_types(p.dtype, other.dtype)  # type: ignore[union-attr]
+    for stat_ in (other, *other.sources):  # type: ignore[union-attr]
+        stat_.leave()
+    return _term(x, [x], lambda z: z.softmax(dim).to(dtype), dtype, p.operation, P)
+
+
+def _negative(p: Term, call: Call) -> Any:
     return _product(p, Call(torch.mul, (-1,), {}))
 
 
-def _sum(p: SoftmaxTerm, call: Call) -> Any:
+def _logarithm(p: Term, call: Call) -> Any:
+    """Take the logarithm of probabilities."""
+    x, base, factor = p.logits, LOGS[call.function.__name__], p.factor
+    dtype = dtype_after(call.on, p.dtype, p.device) if p.kind in (P, P_LOW) else None
+    if dtype is None or factor != 1 or call.args or call.kwargs or p.needs_grad != x.needs_grad:
+        return NotImplemented
+    if base == 1 and p.kind == P:
+        changes = {"log_probs": True, "skip_finite": False, "owns": True, "meta": torch.empty_like(p.meta, dtype=dtype)}
+        return x.after([p], lambda t: t.log().to(dtype), p.tapped(), **changes)
+    if p.kind == P and x.infinite:
+        return NotImplemented
+    return _changed(p, call, LOG_P if p.kind == P else LOG_P_LOW, base, dtype)
+
+
+def _raised(p: Term, call: Call) -> Any:
+    """Add a number to all probabilities, or raise those below it, if that changes no sum over p log p."""
+    name = call.function.__name__
+    if "add" in name:
+        (value,) = [t for t in call.args if t is not p] if len(call.args) == 2 and not call.kwargs else (None,)
+        least = 1.0
+    else:
+        value = arguments(("min", "max"), call.args, call.kwargs).get("min") if len(call.args) < 2 else None
+        least = -math.log(value) if isinstance(value, float) and 0 < value < 0.1 else 0.0
+    if p.kind != P or p.factor != 1 or not isinstance(value, float) or not 0 < value < 0.1:
+        return NotImplemented
+    if "max" in call.kwargs or value * p.shape[p.logits.axis] * least > torch.finfo(accum_dtype(p.dtype)).eps:
+        return NotImplemented
+    step = (lambda t: t + value) if "add" in name else call.on
+    return _term(p.logits, [p], step, p.dtype, p.operation, P_LOW)
+
+
+def _entr(p: Term, call: Call) -> Any:
+    """Compute -p log p by entr, or p log p by xlogy, which is 0 for p = 0."""
+    product = "xlogy" in call.function.__name__
+    if p.kind != P or p.factor != 1 or call.kwargs or p.dtype != accum_dtype(p.dtype):
+        return NotImplemented
+    if len(call.args) != product or any(other is not p for other in call.args):
+        return NotImplemented
+    step = (lambda t: torch.xlogy(t, t)) if product else call.on
+    return _term(p.logits, [p], step, p.dtype, p.operation, P_LOG_P, 1.0 if product else -1.0)
+
+
+def _sum(p: Term, call: Call) -> Any:
+    return over_classes(p.logits, p.kind, p.factor, p.dtype, call)
+
+
+def over_classes(x: DeferredLogits, kind: str | None, factor: float, dtype: torch.dtype, call: Call) -> Any:
+    """Sum or average a term over the classes, or over everything."""
     args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
-    x, kind, factor = p.logits, p.kind, p.factor
-    usable = kind in (P_LOG_P, P_Z) and on_classes(x, args.get("dim"))
-    if not usable or args.get("keepdim") or args.get("dtype") is not None:
+    dim, averages = args.get("dim"), call.function.__name__ == "mean"
+    if kind not in (P_LOG_P, P_Z, EXP, LOG_P) or args.get("dtype") is not None or not x.fusible:
         return NotImplemented
-    dtype = dtype_after(lambda z: z.sum(-1), p.dtype, p.device)
-    meta = torch.empty(x.shape[: x.axis] + x.shape[x.axis + 1 :], dtype=dtype, device="meta")
-
-    def finish(_: Any, lse: Tensor, entropy: Tensor) -> Tensor:  # the mean of the logits is lse - entropy
-        return ((-entropy if kind == P_LOG_P else lse - entropy) * factor).to(dtype)
-
-    return DeferredStat.from_logits(x, "entropy", NeededStats(None, True, finish), meta)
-
-
-def _gathered(p: SoftmaxTerm, call: Call) -> Any:
-    """Return the probabilities of classes."""
-    ids, dtype, factor = class_ids(p.logits, call), p.dtype, p.factor
-    if p.kind != P or ids is None:
+    if kind == LOG_P and not x.sums_classes:
         return NotImplemented
-    return picked(p.logits, ids, lambda log_probs, _: (log_probs.exp() * factor).to(dtype), dtype)
+    everything, (shift, axis, V) = dim is None, (x.shift, x.axis, x.shape[x.axis])
+    if not everything and not class_dim(x, dim):
+        return NotImplemented
+    dtype = dtype_after(lambda z: z.sum(-1), dtype, x.device)
+    scale = factor / V if averages and not everything else factor
+
+    def value(stats: Stats) -> Any:
+        if kind == LOG_P:
+            return (stats.total - stats.lse * V) * scale
+        if kind == EXP:
+            return (stats.lse + shift.of(stats, axis)).exp() * scale
+        # The mean of the logits is lse - entropy.
+        return (-stats.entropy if kind == P_LOG_P else stats.lse - stats.entropy + shift.of(stats, axis)) * scale
+
+    needed = {"entropy": kind in (P_LOG_P, P_Z), "total": kind == LOG_P, "best": kind in (P_Z, EXP) and shift.best}
+    name = EXP if kind == EXP and scale == 1 else "entropy"
+    result = stat(x, name, value, dtype, not everything and args.get("keepdim"), **needed)
+    if not everything:
+        return result
+    return result.sum() / x.numel() if averages else result.sum()
+
+
+def _gathered(p: Term, call: Call) -> Any:
+    """Return the probabilities of classes, or their logarithms."""
+    x, kind, dtype, factor = p.logits, p.kind, p.dtype, p.factor
+    ids = class_ids(x, call)
+    if kind not in (P, LOG_P, EXP) or ids is None or takes_skipped(x, ids):
+        return NotImplemented
+    shift, axis = x.shift if kind == EXP else NO_SHIFT, x.axis
+
+    def value(stats: Stats) -> Any:
+        logs = stats.log_probs
+        logs = logs + (stats.lse + shift.of(stats, axis)).unsqueeze(-1) if kind == EXP else logs
+        return ((logs if kind == LOG_P else logs.exp()) * factor).to(dtype)
+
+    return picked(x, ids, value, dtype, best=shift.best)
 
 
 def _product_of_logits(x: Any, call: Call) -> Any:
@@ -154,9 +230,15 @@ def _product_of_logits(x: Any, call: Call) -> Any:
 
 
 def _negative_of_logits(x: DeferredLogits, call: Call) -> Any:
-    if not x.log_probs or not _has_softmax(x):
+    if not x.log_probs or not _has_softmax(x) or x.infinite:
         return negative(x, call)
-    return SoftmaxTerm.of(x, [x], call.on, x.dtype, "neg", LOG_P, -1.0)
+    return _term(x, [x], call.on, x.dtype, "neg", LOG_P, -1.0)
+
+
+def _sum_of_logits(x: DeferredLogits, call: Call) -> Any:
+    if x.log_probs and x.overwritten is None:
+        return over_classes(x, LOG_P, 1.0, x.dtype, call)
+    return summed(x, call)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------
@@ -175,7 +257,7 @@ def _is_equal(x: DeferredLogits, call: Call) -> Any:
         if is_dtensor(hidden) or is_dtensor(weight):
             return NotImplemented
         sizes = [_size(hidden) * _size(weight), *([] if extra is None else [_size(extra[0]) * _size(extra[1])])]
-        sizes += [] if bias is None else [bias.abs().amax().double()]
+        sizes += [] if bias is None else [bias.where(bias > torch.finfo(bias.dtype).min, 0.0).abs().amax().double()]
         limit = min(torch.finfo(dtype).max for dtype in (hidden.dtype, x.dtype)) / max(float(x.scale), 1.0)
     if not (torch.stack(sizes).sum() < limit).item():
         return NotImplemented
@@ -194,6 +276,31 @@ def _broadcast(_: DeferredLogits, call: Call) -> Any:
     return tuple(t if t.shape == shape else t.expand(shape) for t in call.args)
 
 
-multiplied = RULES["mul"]
+multiplied, summed = RULES["mul"], RULES["sum"]
 RULES["mul"], RULES["neg"] = _product_of_logits, _negative_of_logits
-SoftmaxTerm.rules = {"mul": _product, "neg": _negative, "sum": _sum, "gather": _gathered, "take_along_dim": _gathered}
+RULES["sum"] = RULES["mean"] = _sum_of_logits
+Term.rules = {
+    **dict.fromkeys(LOGS, _logarithm),
+    **dict.fromkeys(("add", "clamp", "clamp_min"), _raised),
+    **dict.fromkeys(("sum", "mean"), _sum),
+    **dict.fromkeys(("gather", "take_along_dim"), _gathered),
+    "mul": _product, "neg": _negative, "div": _quotient, "special_entr": _entr,
+    "xlogy": _entr, "special_xlogy": _entr,
+}  # fmt: skip
+
+
+def _log_of_sum(x: DeferredStat, call: Call) -> Any:
+    """Take the logarithm of a sum of exponentials, which is the logsumexp."""
+    request, logits = x.request, x.logits
+    if x.kind != EXP or request is None or call.args or call.kwargs:
+        return NotImplemented
+    axis, dtype, shift = x.axis, dtype_after(torch.log, x.dtype, x.device), logits.shift
+
+    def finish(stats: Stats) -> Any:
+        value = (stats.lse + shift.of(stats, logits.axis)).to(dtype)
+        return value if axis is None else value.unsqueeze(axis)
+
+    return x.like("lse", request._replace(finish=finish), Step(call.on, logits.restored, [x]), dtype)
+
+
+DeferredStat.rules = {**DeferredStat.rules, "log": _log_of_sum}

@@ -21,7 +21,7 @@ from dllm_kernels import _checks
 from dllm_kernels._graph._call_state import CallState
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels._graph._private import constant_while_traced, disable_dynamo, transforms_active
-from dllm_kernels.deferred import _classes, _entropy, _sums  # noqa: F401  rules
+from dllm_kernels.deferred import _classes, _entropy, _maxima, _shifts, _sums, _term_rules  # noqa: F401  rules
 from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.head import _lora
 from dllm_kernels.head._in_head import _CLAIM, head_of
@@ -46,7 +46,7 @@ INSTEAD = {
     "softmax": "log_softmax(-1).gather(-1, ids).exp(), or dllm_kernels.row_stats(logits, ids, entropy=True)",
     "topk": "dllm_kernels.linear_sample(hidden, head, return_top=...)",
     "multinomial": "dllm_kernels.linear_sample(hidden, head, temperature=...)",
-    "max": "argmax(-1)",
+    "max": "max(-1) with the class dimension, or argmax(-1)",
 }
 # Folders of torch and of this package, whose frames are not the place of a use.
 FOLDERS = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
@@ -159,13 +159,14 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     graph of logits, and its values are computed when they are needed. The code between head and loss stays as it is, in
     the model and in the loop. The context may enclose one step or a whole training.
 
-    **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a factor, sums and differences of
-    logits of the head, slices of the classes, one class set to -inf, and operations that select or move whole rows
-    (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``, ``stack``, ...).
+    **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)`` and ``c * sigmoid(z)``, a factor, a
+    constant per row or per class, the maximum of the row that is subtracted, sums and differences of logits of the
+    head, slices of the classes, classes set to -inf, and operations that select or move whole rows (slices, indices,
+    views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``, ``stack``, ...).
 
-    **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with class ids (without
-    label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,
-    ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of softmax times log-softmax or of a ``Categorical``, and
+    **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss``, ``log_softmax(-1)`` with
+    ``gather``, ``F.nll_loss`` or a sum, ``gather(-1, ids)``, ``logsumexp(-1)``, ``argmax(-1)``, maxima and ``topk`` of
+    logits, softmax and log-softmax, the entropy as the sum of softmax times log-softmax or of a ``Categorical``, and
     every loss and op of this package that takes logits. Statistics and losses of the same logits are computed in one
     pass if they are pending together.
 
@@ -173,6 +174,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     also through ``where``, ``masked_fill``, ``einsum`` and sums over some dimensions, that are summed or averaged over
     all rows, are :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
     :func:`linear_token_nll`.
+
+    **Functions of the logits and constants**, such as divergences to a teacher, that are reduced over the classes: each
+    chunk of rows repeats the operations of the loop. The value of a row then is what the NLL is above.
 
     **Materialized**: every other operation, and code that needs ordinary tensors (autograd Functions, hooks, reentrant
     checkpoints), receives the logits, computed once.

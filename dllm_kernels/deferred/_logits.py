@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from dllm_kernels import ops
 from dllm_kernels._checks import FACTOR_RANGE, FLOAT_DTYPES, check_target_range
 from dllm_kernels._graph._call_state import CallState, Versions
-from dllm_kernels._graph._plain import readable_without_sync
+from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
-from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
+from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after, target_ids
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
-from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, rows_key
+from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, product_key, rows_key
+from dllm_kernels.deferred._record import NO_SHIFT, ClassBias, Shift, Stats
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, not_narrowed
@@ -74,6 +75,8 @@ class Rows:
         skip: class that is never predicted, because its logit is -inf or so low that its probability is 0, or None.
         skip_finite: True if that logit is not -inf.
         overwritten: rows of log-probabilities that were replaced, or None.
+        shift: numbers per row that are added to the logits.
+        class_bias: constants that are added to the bias of the head, or None.
         pending: statistics of logits of this head call that are not computed yet.
     """
 
@@ -94,6 +97,8 @@ class Rows:
     skip: int | None = None
     skip_finite: bool = False
     overwritten: Overwritten | None = None
+    shift: Shift = NO_SHIFT
+    class_bias: ClassBias | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -102,13 +107,20 @@ class Rows:
 
     @property
     def logits_fields(self) -> dict[str, Any]:
-        """Fields of the records that the head sets."""
-        return self.head.logits_fields  # type: ignore[no-any-return]
+        """Fields of the records that the head sets; float32 logits if constants are added, not to round them again."""
+        fields: dict[str, Any] = self.head.logits_fields
+        added = self.class_bias is not None and self.class_bias.filled is None
+        return fields | {"logits_dtype": torch.float32} if added and self.hidden.dtype != torch.float64 else fields
 
     @property
     def softcap(self) -> float | None:
         """Soft cap of the logits, or None."""
         return None if self.cap is None else float(self.cap)
+
+    @property
+    def factor(self) -> float | None:
+        """Factor after the cap; None for 1."""
+        return None if self.scale == ONE else float(self.scale)
 
     def restored(self) -> Any:
         """Restore the autocast state of the head call."""
@@ -120,9 +132,10 @@ class Rows:
         with self.restored():
             head = self.head.weights(self.split_head, parts)
         bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
-        scale = None if self.scale == ONE else float(self.scale)
+        if self.class_bias is not None:
+            bias = self.class_bias.added_to(bias, head.weight.dtype)
         logits = LinearLogits(
-            parts[0], head.weight, bias, head.extra, softcap=self.softcap, scale=scale, skip_id=self.skip,
+            parts[0], head.weight, bias, head.extra, softcap=self.softcap, scale=self.factor, skip_id=self.skip,
             compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
             **self.logits_fields,
         )  # fmt: skip
@@ -135,8 +148,8 @@ class Rows:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Head with its active adapters, the classes, and the factor of the bias."""
-        return self.split_head.identity, self.columns, self.bias_factor
+        """Head with its active adapters, the classes, and the factor of the bias and what is added to it."""
+        return self.split_head.identity, self.columns, self.bias_factor, self.class_bias
 
     def check_unchanged(self, gathered: Sequence[Tensor | None] | None = None) -> None:
         """Raise RuntimeError if hidden states or head, or parts gathered again, changed since the head call."""
@@ -163,7 +176,7 @@ class Rows:
 
 FIELDS = (
     "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs", "bias_factor", "columns",
-    "skip", "skip_finite", "overwritten", "pending",
+    "skip", "skip_finite", "overwritten", "pending", "shift", "class_bias",
 )  # fmt: skip
 
 
@@ -175,6 +188,7 @@ class DeferredLogits(Rows, DeferredTensor):
     """
 
     owns: bool = False
+    _indexed: tuple[Any, ...] | None = None  # hidden states, key and index of the last index by a tensor, and its rows
 
     @classmethod
     def from_head(
@@ -196,7 +210,7 @@ class DeferredLogits(Rows, DeferredTensor):
     def usable(self) -> bool:
         """True if an op may take rows and head in place of the logits."""
         same_acc = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
-        plain = not self.log_probs and self.skip is None
+        plain = not self.log_probs and self.skip is None and not self.shift
         return self.fusible and same_acc and self.axis == len(self.shape) - 1 and plain
 
     @property
@@ -205,14 +219,36 @@ class DeferredLogits(Rows, DeferredTensor):
         return self.deferred and (self.dtype != torch.float64 or self.hidden.dtype == torch.float64)
 
     @property
+    def is_plain(self) -> bool:
+        """True if no class was set and nothing was added."""
+        return self.skip is None and self.class_bias is None and not self.shift
+
+    @property
+    def infinite(self) -> bool:
+        """True if a class has or may have a logit of -inf."""
+        skipped = self.skip is not None and not self.skip_finite
+        return skipped or (self.class_bias is not None and self.class_bias.infinite)
+
+    @property
+    def sums_classes(self) -> bool:
+        """True if the sum of all logits of a row is a product of its hidden states and the sum of the head's rows."""
+        plain = self.cap is None and self.skip is None and (self.class_bias is None or self.class_bias.filled is None)
+        return plain and not any(t is not None and is_dtensor(t) for t in self.parts)
+
+    @property
     def rows_key(self) -> tuple[Any, ...]:
         """Equal for logits of the same rows, but for the dtype and the log-softmax."""
         return id(self.pending), self.axis, self.shape, *rows_key(self.parts, self)
 
     @property
+    def product_key(self) -> tuple[Any, ...]:
+        """Equal for logits of the same rows, but for what is done to them."""
+        return id(self.pending), self.axis, self.shape, *product_key(self.parts, self)
+
+    @property
     def source(self) -> tuple[Any, ...]:
         """Head with its active adapters, soft cap and scale."""
-        return self.identity, self.softcap, None if self.scale == ONE else float(self.scale)
+        return self.identity, self.softcap, self.factor
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts with the values of freed ones; the parts of a derived tensor have their values."""
@@ -242,6 +278,8 @@ class DeferredLogits(Rows, DeferredTensor):
         if meta is None:
             meta, _ = meta_after(step, *sources) or (self._copy_meta(parts, changes.get("axis", self.axis)), False)
         attributes = {name: getattr(self, name) for name in FIELDS} | changes
+        if attributes["log_probs"]:
+            attributes["shift"] = NO_SHIFT
         state, hidden = self.state, self.hidden
         parts = self.tapped() if parts is None else parts
         return self.create(meta, parts, Step(step, lambda: state.restored(hidden), sources), **attributes)
@@ -261,31 +299,67 @@ class DeferredLogits(Rows, DeferredTensor):
     def change(self, step: Callable[[Tensor], Tensor], view: Any = None, **changes: Any) -> Any:
         """Change these logits in place, as ``step`` would a copy, if only ``view`` may share their memory."""
         derived = any(x is not None and x is not view for x in (ref() for ref in self._derived))
-        shared = (self.sources and not self.owns) or derived
-        if shared or (self.requires_grad and not torch.is_grad_enabled()):  # without gradients, the values change alone
+        changes_values_alone = self.requires_grad and not torch.is_grad_enabled()  # without gradients
+        if derived or changes_values_alone or not self._is_alone():
             return NotImplemented
-        before = self.create(self.meta, self.tapped(), self._recipe, **{name: getattr(self, name) for name in FIELDS})
-        return self.become(before.elementwise(step, **changes))
+        return self.become(self._twin().elementwise(step, **changes))
 
-    def moved(self, move: Move, step: Callable[..., Any]) -> Any:
-        """Apply a move of rows to the hidden states."""
+    def _rows_after(self, move: Move, index: Any) -> tuple[Any, Any]:
+        """Return the rows after a move; equal indices that are tensors give the same copies, with their statistics."""
+        h, u, *_ = self.tapped()
+        key = (id(index), index._version) if isinstance(index, Tensor) and not index.is_inference() else None
+        if key is None or self._indexed is None or self._indexed[0] is not h or self._indexed[1] != key:
+            rows = move.apply(h), None if u is None else move.apply(u)  # type: ignore[arg-type]
+            if key is None:
+                return rows
+            self._indexed = h, key, index, rows
+        return self._indexed[3]  # type: ignore[no-any-return]
+
+    def _twin(self) -> Any:
+        """Return logits with the same values and attributes; gradients pass through these."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return self.create(self.meta, self.tapped(), self._recipe, owns=self.owns, **fields)
+
+    def _is_alone(self) -> bool:
+        """Return True if no other tensor shares memory with these logits and their views.
+
+        Nothing may refer to the logits that these are a view of, which a copy then replaces as the source of values.
+        """
+        if self.owns or not self.sources:
+            return True
+        source: Any = self.sources[0]
+        recipe = self._recipe
+        if len(self.sources) > 1 or not isinstance(source, DeferredLogits) or source.watched or not source.deferred:
+            return False
+        twin, ref = source._twin(), weakref.ref(source)
+        del source
+        self.sources, recipe.sources = (), []
+        source = ref()
+        recipe.sources = [twin if source is None else source]
+        self.sources = tuple(recipe.sources)
+        twin._derived.append(weakref.ref(self))
+        return source is None and bool(twin._is_alone())
+
+    def moved(self, move: Move, step: Callable[..., Any], index: Any = None) -> Any:
+        """Apply a move of rows to the hidden states; ``index``: of an index by one tensor."""
         after_step = meta_after(step, self)
         if after_step is not None and after_step[0] is self.meta:
             return self
         h, u, *rest = self.tapped()
-        hidden = move.apply(h)  # type: ignore[arg-type]
-        low_rank = None if u is None else move.apply(u)
+        hidden, low_rank = self._rows_after(move, index)
+        shift = self.shift if self.shift.rows is None else self.shift._replace(rows=move.apply(self.shift.rows))
         if not isinstance(hidden, tuple | list):
             axis = move.axis % hidden.dim()
             meta = self._copy_meta([hidden], axis) if after_step is None else after_step[0]
             owns = after_step is None or not after_step[1]
-            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, meta=meta, owns=owns)
+            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, meta=meta, owns=owns, shift=shift)
         results = []
         for i, (h, meta) in enumerate(zip(hidden, after_step[0], strict=True)):  # type: ignore[index]
             u = None if low_rank is None else low_rank[i]
             axis = move.axis % h.dim()
             step = strided(meta, meta.storage_offset() - self.meta.storage_offset())
-            results.append(self.after([self], step, (h, u, *rest), axis=axis, meta=meta))
+            part = shift if shift.rows is None else shift._replace(rows=shift.rows[i])
+            results.append(self.after([self], step, (h, u, *rest), axis=axis, meta=meta, shift=part))
         return type(hidden)(results) if type(hidden) in (tuple, list) else tuple(results)
 
 
@@ -304,7 +378,8 @@ def move_rule(name: str) -> Rule:
         if x.overwritten is not None or any(isinstance(a, DeferredLogits) for a in call.args):
             return NotImplemented
         row_move = MOVES[name](x.shape, x.axis, call)
-        return NotImplemented if row_move is None else x.moved(row_move, call.on)
+        index = call.args[0] if name == "__getitem__" else None
+        return NotImplemented if row_move is None else x.moved(row_move, call.on, index)
 
     return move
 
@@ -313,9 +388,10 @@ RULES |= {name: move_rule(name) for name in MOVES}
 
 
 @rule("view_as", "reshape_as", "expand_as")
-def _like(x: DeferredLogits, call: Call) -> Any:
-    name = call.function.__name__.removesuffix("_as")
-    return RULES[name](x, Call(getattr(Tensor, name), (tuple(call.args[0].shape),), {}))
+def like(_: Any, call: Call) -> Any:
+    """Change the shape of a tensor to that of another one, of which nothing else is read."""
+    tensor, other = (*call.args, *call.kwargs.values())
+    return getattr(tensor, call.function.__name__.removesuffix("_as"))(tuple(other.shape))
 
 
 @rule("cat", "concat", "concatenate", "stack")
@@ -341,9 +417,11 @@ def _joined(parts: Any, call: Call) -> Any:
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
     fields = (
-        "source", "axis", "state", "dtype", "log_probs", "logits_fields", "needs", "needs_grad", "skip", "skip_finite"
+        "source", "axis", "state", "dtype", "log_probs", "logits_fields", "needs", "needs_grad", "skip", "skip_finite",
+        "shift",
     )  # fmt: skip
-    return x.deferred and x.overwritten is None and all(getattr(x, name) == getattr(y, name) for name in fields)
+    same_rows = x.overwritten is None and x.shift.rows is None and y.shift.rows is None
+    return x.deferred and same_rows and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 
 def _same_device(value: Any, device: torch.device) -> bool:
@@ -359,22 +437,28 @@ def _same_device(value: Any, device: torch.device) -> bool:
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@rule("to", "type", "type_as", *CASTS)
-def _cast(x: DeferredLogits, call: Call) -> Any:
+def cast_dtype(x: Any, call: Call) -> torch.dtype | None:
+    """Return the floating-point dtype to which a call casts, on the same device; None for any other call."""
     dtype = CASTS.get(call.function.__name__)
     for value in (*call.args, *call.kwargs.values()):
         if isinstance(value, torch.dtype):
             dtype = value
         elif hasattr(value, "dtype") and hasattr(value, "device"):
             if value.device != x.device:
-                return NotImplemented
+                return None
             dtype = value.dtype
         elif value is True or not _same_device(value, x.device):  # True: a copy, or without waiting
-            return NotImplemented
+            return None
     dtype = dtype or x.dtype
-    if dtype not in FLOAT_DTYPES:
-        return NotImplemented
-    return x if dtype == x.dtype else x.elementwise(lambda z: z.to(dtype), dtype)
+    return dtype if dtype in FLOAT_DTYPES else None
+
+
+@rule("to", "type", "type_as", *CASTS)
+def _cast(x: DeferredLogits, call: Call) -> Any:
+    dtype = cast_dtype(x, call)
+    if dtype is None or dtype == x.dtype:
+        return NotImplemented if dtype is None else x
+    return x.elementwise(lambda z: z.to(dtype), dtype)
 
 
 @rule("detach", "data")
@@ -399,7 +483,13 @@ def _scaled(x: DeferredLogits, call: Call, factor: Fraction | None) -> Any:
     scale = x.scale * factor
     if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
         return NotImplemented
-    return x.elementwise(call.on, scale=scale)
+    return x.elementwise(call.on, scale=scale, shift=x.shift.times(factor), class_bias=_scaled_bias(x))
+
+
+def _scaled_bias(x: DeferredLogits) -> ClassBias | None:
+    """Return the bias of logits that are multiplied by a number, which may make a low logit -inf."""
+    bias = x.class_bias
+    return bias if bias is None or bias.filled is None else ClassBias(bias.values, bias.filled, infinite=True)
 
 
 @rule("mul")
@@ -416,9 +506,34 @@ def _divided(x: DeferredLogits, call: Call) -> Any:
 @rule("tanh")
 def _capped(x: DeferredLogits, call: Call) -> Any:
     """``tanh(s z)`` is ``s c tanh(z / c)`` for the cap ``c = 1 / s``."""
-    if x.cap is not None or x.log_probs or x.skip is not None or call.args or call.kwargs:
+    bias = NotImplemented if call.args or call.kwargs else bias_before_cap(x)
+    return bias if bias is NotImplemented else x.elementwise(call.on, cap=1 / x.scale, class_bias=bias, shift=NO_SHIFT)
+
+
+def bias_before_cap(x: DeferredLogits) -> Any:
+    """Return the bias of logits that get a soft cap, which a number that is added to them is a part of."""
+    bias = x.class_bias
+    if x.cap is not None or x.log_probs or x.skip is not None or (bias is not None and bias.filled is not None):
         return NotImplemented
-    return x.elementwise(call.on, cap=1 / x.scale)
+    if x.shift.rows is not None or x.shift.best:
+        return NotImplemented
+    return added_bias(x, torch.full((), float(x.shift.number))) if x.shift.number else bias
+
+
+def added_bias(x: DeferredLogits, constants: Tensor) -> Any:
+    """Return the bias after constants ``[V]`` or ``[]`` were added to the logits; NotImplemented if not as exact."""
+    if x.cap is not None or any(t is not None and is_dtensor(t) for t in x.parts):
+        return NotImplemented
+    operands = x.rows()
+    dtype = operands.compute_dtype or operands.hidden.dtype
+    values = constants.to(x.device, accum_dtype(x.hidden.dtype)) / float(x.scale)
+    values = values.expand(x.shape[x.axis])
+    if dtype != accum_dtype(dtype):
+        exact = readable_without_sync(values) and bool((values.to(dtype) == values).all())
+        if operands.bias is not None or not exact:
+            return NotImplemented
+    before = x.class_bias
+    return ClassBias(values) if before is None else ClassBias(before.values + values, before.filled, before.infinite)
 
 
 @rule("mul_", "div_")
@@ -428,8 +543,11 @@ def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     if factor is None or x.log_probs or x.skip_finite:
         return NotImplemented
     value, divides = call.args[0], "div" in call.function.__name__
-    scale = x.scale / factor if divides else x.scale * factor
-    return x.change(lambda z: z / value if divides else z * value, scale=scale)
+    factor = 1 / factor if divides else factor
+    return x.change(
+        lambda z: z / value if divides else z * value, scale=x.scale * factor, shift=x.shift.times(factor),
+        class_bias=_scaled_bias(x),
+    )  # fmt: skip
 
 
 def on_classes(x: DeferredLogits, dim: Any) -> bool:
@@ -457,9 +575,9 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
     log_probs = call.function.__name__ == "nll_loss"
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     args = arguments(names, call.args, call.kwargs)
-    target = args.get("target")
-    unsupported = any(args.get(name) is not None for name in ("weight", "size_average", "reduce")) or not x.fusible
-    if log_probs != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported or args.get("label_smoothing"):
+    target = known_ids(args.get("target"))
+    unsupported = any(args.get(name) is not None for name in ("size_average", "reduce")) or not x.fusible
+    if log_probs != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported:
         return NotImplemented
     if not isinstance(target, Tensor) or target.is_floating_point():
         return NotImplemented
@@ -471,10 +589,50 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
     def plain(z: Tensor) -> Tensor:
         return call.function(z, torch.zeros(1, dtype=torch.long, device=z.device))  # type: ignore[no-any-return]
 
-    nll = DeferredNLL.of(x, target, ignored, dtype_after(plain, x.dtype, x.device))
+    dtype = dtype_after(plain, x.dtype, x.device)
+    weight, smoothing = args.get("weight"), args.get("label_smoothing", 0.0)
+    if smoothing:
+        return NotImplemented if weight is not None else _smoothed(x, target, ignored, smoothing, reduction, dtype)
+    nll = DeferredNLL.of(x, target, ignored, dtype)
+    if weight is not None:
+        return _with_class_weights(nll, weight, reduction)
     if reduction == "none":
         return nll.result()
     return nll.reduced(None if reduction == "sum" else (target != ignored).sum())
+
+
+def _with_class_weights(nll: DeferredNLL, weight: Any, reduction: str) -> Any:
+    """Multiply the NLL by the weight of its target; the mean is weighted, too."""
+    usable = type(weight) is Tensor and not weight.requires_grad and weight.shape == (nll.logits.classes,)
+    if not usable or weight.device != nll.device:
+        return NotImplemented
+    counted = nll.target != nll.ignore_index
+    each = torch.where(counted, weight[nll.target.clamp(0, len(weight) - 1)], 0.0)
+    if reduction == "mean":
+        each = each / each.sum()
+    weighted = nll.weighted(each, nll.dtype)
+    return weighted.result() if reduction == "none" else weighted.reduced()
+
+
+def _smoothed(
+    x: DeferredLogits, target: Tensor, ignored: int, smoothing: Any, reduction: str, dtype: torch.dtype
+) -> Any:
+    """Return the cross-entropy with smoothed labels, which needs the sum of all logits of a row."""
+    if not x.sums_classes or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
+        return NotImplemented
+    V, dropped = x.shape[x.axis], target == ignored
+
+    def values(stats: Stats) -> Tensor:
+        uniform = stats.lse - stats.total / V
+        nll: Tensor = -stats.log_probs[..., 0]
+        return torch.where(dropped, 0.0, (1 - smoothing) * nll + smoothing * uniform)
+
+    ids = target_ids(target, ignored)
+    check_target_range(readable_without_sync(target) or None, "targets", target, V, ignored)
+    each = stat(x, "smoothed", values, dtype, ids=ids, total=True)
+    if reduction == "none":
+        return each
+    return each.sum() if reduction == "sum" else each.sum() / (~dropped).sum()
 
 
 @rule("gather", "take_along_dim")
@@ -484,7 +642,18 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     if log_probs and ids.shape[-1] == 1:
         return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0).unsqueezed(x.axis).result()
-    return picked(x, ids, lambda out, lse: (out if log_probs else out + lse.unsqueeze(-1)).to(dtype), dtype)
+    shift, axis = NO_SHIFT if log_probs else x.shift, x.axis
+
+    def values(stats: Stats) -> Tensor:
+        added = 0.0 if log_probs else (stats.lse + shift.of(stats, axis)).unsqueeze(-1)
+        return (stats.log_probs + added).to(dtype)  # type: ignore[no-any-return]
+
+    return picked(x, ids, values, dtype, best=shift.best)
+
+
+def known_ids(ids: Any) -> Any:
+    """Return ids, computed if they are deferred."""
+    return ids.materialize() if isinstance(ids, DeferredTensor) else ids
 
 
 def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
@@ -494,7 +663,7 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
         args["index"] = args.get("indices")
     else:
         args = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
-    index = args.get("index")
+    index = known_ids(args.get("index"))
     usable = x.fusible and on_classes(x, args.get("dim"))
     if not usable or not isinstance(index, Tensor) or args.get("sparse_grad"):
         return None
@@ -504,36 +673,57 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
     return index.movedim(x.axis, -1)
 
 
-def picked(x: DeferredLogits, ids: Tensor, finish: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> Any:
-    """Return ``finish(log_probs, lse)`` of the ids, with their dimension at the class dimension of the logits."""
+def picked(
+    x: DeferredLogits, ids: Tensor, finish: Callable[[Stats], Tensor], dtype: torch.dtype, best: bool = False
+) -> Any:
+    """Return values of the ids, with their dimension at the class dimension of the logits."""
     axis = x.axis
     ids = ids.where(ids != -100, -1)  # -100 is out of range
     check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
     meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
-    request = NeededStats(ids, False, lambda out, lse, _: finish(out, lse).movedim(-1, axis))
+    request = NeededStats(lambda stats: finish(stats).movedim(-1, axis), ids, best=best)
     return DeferredStat.from_logits(x, "picked", request, meta)
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
-    """Return True if an id is the skipped class, on a CPU; on a GPU, the result of such an id is NaN."""
-    return x.skip is not None and readable_without_sync(ids) and bool((ids == x.skip).any())
+    """Return True if an id is a class that was set, on a CPU; on a GPU, the result of such an id is NaN, or as low."""
+    filled = None if x.class_bias is None else x.class_bias.filled
+    if (x.skip is None and filled is None) or not readable_without_sync(ids):
+        return False
+    if filled is not None and bool(filled[ids.clamp(0, len(filled) - 1)].any()):
+        return True
+    return x.skip is not None and bool((ids == x.skip).any())
+
+
+def stat(
+    x: DeferredLogits, kind: str, values: Callable[[Stats], Tensor], dtype: torch.dtype, keepdim: Any = False,
+    **needed: Any,
+) -> Any:  # fmt: skip
+    """Return a statistic of each row, with a dimension in the place of the classes or not."""
+    axis = x.axis if keepdim else None
+    shape = [1 if i == x.axis else n for i, n in enumerate(x.shape) if keepdim or i != x.axis]
+
+    def finish(stats: Stats) -> Tensor:
+        value = values(stats).to(dtype)
+        return value if axis is None else value.unsqueeze(axis)
+
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredStat.from_logits(x, kind, NeededStats(finish, **needed), meta, axis)
+
+
+def class_dim(x: DeferredLogits, dim: Any) -> bool:
+    """Return True if ``dim`` is the class dimension, or a list of it alone."""
+    return on_classes(x, dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim)
 
 
 @rule("logsumexp")
 def _logsumexp(x: DeferredLogits, call: Call) -> Any:
     args = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    dim, axis = args.get("dim"), x.axis if args.get("keepdim") else None
-    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if x.log_probs or not x.fusible or not on_classes(x, dim):
+    if x.log_probs or not x.fusible or not class_dim(x, args.get("dim")):
         return NotImplemented
-    dtype = dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device)
-    shape = [1 if i == x.axis else n for i, n in enumerate(x.shape) if axis is not None or i != x.axis]
-
-    def lse(_: Any, row_lse: Tensor, __: Any) -> Tensor:
-        return row_lse.to(dtype) if axis is None else row_lse.to(dtype).unsqueeze(axis)
-
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    return DeferredStat.from_logits(x, "lse", NeededStats(None, False, lse), meta, axis)
+    dtype, shift, axis = dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device), x.shift, x.axis
+    keepdim = args.get("keepdim")
+    return stat(x, "lse", lambda stats: stats.lse + shift.of(stats, axis), dtype, keepdim, best=shift.best)
 
 
 @rule("argmax")

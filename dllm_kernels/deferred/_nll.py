@@ -18,8 +18,10 @@ from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
+from dllm_kernels.deferred._expressions import RowFunction, row_numbers, row_values, weighted_rows
 from dllm_kernels.deferred._graph import Recipe, Step, become, in_graph
 from dllm_kernels.deferred._pending import NeededStats, Pending, compute
+from dllm_kernels.deferred._record import Stats
 from dllm_kernels.deferred._tensor import meta_after, replaced
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -44,6 +46,7 @@ class DeferredNLL(Pending):
         finite: constants whose product with the NLL is the input of ``nan_to_num``, before all else; None: there is no
             ``nan_to_num``.
         summed: True if the rows ``target`` have one dimension more than this tensor, over which it is a sum.
+        function: function whose value takes the place of the NLL, with the index of the row as the target; or None.
     """
 
     logits: Any
@@ -54,6 +57,7 @@ class DeferredNLL(Pending):
     offset: Tensor | None
     finite: Tensor | None
     summed: bool
+    function: RowFunction | None
 
     @classmethod
     def of(cls, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, factor: float = 1.0) -> Any:
@@ -61,7 +65,7 @@ class DeferredNLL(Pending):
         nll = cls._new(
             logits.classes_last(), dtype, logits=logits.copied(), target=target.detach().clone(),
             ignore_index=ignore_index, row_weights=None, factor=factor, offset=None,
-            finite=None, summed=False,
+            finite=None, summed=False, function=None,
         )  # fmt: skip
         if logits.overwritten is None:
             return nll
@@ -69,6 +73,15 @@ class DeferredNLL(Pending):
         if ignore_index != NO_INDEX:
             values = torch.where(target == ignore_index, 0.0, values)
         return nll.masked(~logits.overwritten.mask, values)
+
+    @classmethod
+    def of_function(cls, logits: Any, parts: Any, function: RowFunction, dtype: torch.dtype) -> Any:
+        """Return the value of a function of each row of logits with the classes last, computed from ``parts``."""
+        target = row_numbers(logits.shape[:-1], logits.device)
+        return cls._new(
+            parts, dtype, logits=logits.copied(), target=target, ignore_index=NO_INDEX, row_weights=None, factor=1.0,
+            offset=None, finite=None, summed=False, function=function,
+        )  # fmt: skip
 
     @classmethod
     def _new(
@@ -87,12 +100,12 @@ class DeferredNLL(Pending):
     @property
     def open(self) -> bool:
         """True if the values may be computed with others in one pass; a view uses the values of its base."""
-        return not self.sources and super().open
+        return not self.sources and self.function is None and super().open
 
     def needed_stats(self) -> NeededStats:
         """Return the statistics that the NLL needs of a pass that computes others too."""
-        fields, ids = {name: getattr(self, name) for name in AFFINE}, _ids(self.target, self.ignore_index)
-        return NeededStats(ids, False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **fields))
+        fields, ids = {name: getattr(self, name) for name in AFFINE}, target_ids(self.target, self.ignore_index)
+        return NeededStats(lambda stats: _affine(-stats.log_probs[..., 0], self.dtype, **fields), ids)
 
     def result(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
@@ -166,7 +179,7 @@ class DeferredNLL(Pending):
 
     def plus(self, other: Any) -> Any:
         """Return the sum with an NLL of the same rows and targets; None for any other."""
-        if self.target is not other.target or self.logits is not other.logits or self.finite is not other.finite:
+        if any(getattr(self, name) is not getattr(other, name) for name in ("target", "logits", "finite", "function")):
             return None
         if self.summed != other.summed or self.needs_grad != other.needs_grad:
             return None
@@ -231,17 +244,19 @@ class DeferredSum(Pending):
     row_weights: Tensor
     finish: Callable[[Tensor], Tensor]
     weighted: Callable[[Any], Any]
+    function: RowFunction | None
 
     @classmethod
     def of(cls, nll: DeferredNLL, row_weights: Tensor, finish: Callable[[Tensor], Tensor]) -> Any:
         """Return the sum of an NLL with constant weights; errors are raised here, not when the value is computed."""
         logits, target = nll.logits, nll.target
         logits.check_unchanged()
-        check_target_range(
-            readable_without_sync(target) or None, "targets", target, logits.classes, nll.ignore_index,
-            counted=row_weights, excluded=logits.skip,
-        )  # fmt: skip
-        fields = {"logits": logits, "target": target, "ignore_index": nll.ignore_index}
+        if nll.function is None:
+            check_target_range(
+                readable_without_sync(target) or None, "targets", target, logits.classes, nll.ignore_index,
+                counted=row_weights, excluded=logits.skip,
+            )  # fmt: skip
+        fields = {"logits": logits, "target": target, "ignore_index": nll.ignore_index, "function": nll.function}
         weighted: Any = functools.partial(_weighted, row_weights=row_weights, **fields)
         recipe = Recipe(lambda parts: finish(weighted(parts).loss), logits.restored, nll.needs)
         meta, parts = torch.empty((), dtype=nll.dtype, device="meta"), nll.tapped()
@@ -250,9 +265,17 @@ class DeferredSum(Pending):
             weighted=weighted, **fields,
         )  # fmt: skip
 
+    @property
+    def open(self) -> bool:
+        """True if the value may be computed with others in one pass."""
+        return self.function is None and super().open
+
     def result(self) -> Tensor:
-        """Return this sum, or its values if it has no graph or if hooks count the tensors saved for backward."""
-        if not self.needs_grad or saved_tensors_hooks() is not None:
+        """Return this sum, or its values if it has no graph or if hooks count the tensors saved for backward.
+
+        Operands of a function are not copied, so its sum is computed before the caller may write into them.
+        """
+        if not self.needs_grad or saved_tensors_hooks() is not None or self.function is not None:
             return self.materialize()
         self.join()
         sums = self.logits.head.sums
@@ -264,10 +287,10 @@ class DeferredSum(Pending):
         """Return the statistics that the sum needs of a pass that computes others too."""
         weights, finish = self.row_weights, self.finish
 
-        def total(log_probs: Tensor, *_: Any) -> Tensor:
-            return finish((torch.where(weights != 0, -log_probs[..., 0], 0.0) * weights).sum())
+        def total(stats: Stats) -> Tensor:
+            return finish((torch.where(weights != 0, -stats.log_probs[..., 0], 0.0) * weights).sum())
 
-        return NeededStats(_ids(self.target, self.ignore_index), False, total)
+        return NeededStats(total, target_ids(self.target, self.ignore_index))
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the value, computed in one pass with the values of other pending members."""
@@ -330,24 +353,33 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     return next((x for x in sums if x._value is result), result)  # such as x.to(x.dtype), which is x
 
 
-def _weighted(parts: Any, logits: Any, target: Tensor, ignore_index: int, row_weights: Tensor) -> Any:
+def _weighted(
+    parts: Any, logits: Any, target: Tensor, ignore_index: int, function: RowFunction | None, row_weights: Tensor
+) -> Any:
     record = logits.rows_of(parts)
+    if function is not None:
+        return weighted_rows(record, function, target, row_weights)
     return ops.weighted_nll(record, target, row_weights, ignore_index=ignore_index, check_targets=False)
 
 
-def _ids(target: Tensor, ignore_index: int) -> Tensor:
+def target_ids(target: Tensor, ignore_index: int) -> Tensor:
     """Return targets as ids ``[..., 1]`` of statistics, which take -100 for a missing id."""
     return target.masked_fill(target == -100, -1).masked_fill(target == ignore_index, -100).unsqueeze(-1)
 
 
-FIELDS = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
+FIELDS = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed", "function"
 AFFINE = "row_weights", "factor", "offset", "finite", "summed"
 PER_ROW = "target", "row_weights", "finite"
 
 
-def _values(parts: Any, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, **affine: Any) -> Tensor:
+def _values(
+    parts: Any, logits: Any, target: Tensor, ignore_index: int, function: RowFunction | None, dtype: torch.dtype,
+    **affine: Any,
+) -> Tensor:  # fmt: skip
     active = _active(**affine)
     record, checks = logits.rows_of(parts), readable_without_sync(target) or None  # as torch checks them
+    if function is not None:
+        return _affine(row_values(record, function, target, active), dtype, **affine)
     nll = ops.token_nll(record, target, ignore_index=ignore_index, active=active, check_targets=checks).nll
     return _affine(nll, dtype, **affine)
 

@@ -21,7 +21,9 @@ from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import plainly
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._record import Stats, class_sum
 from dllm_kernels.deferred._tensor import DeferredTensor, meta_after
+from dllm_kernels.ops.row_stats import row_stats_of_best
 
 Tensor = torch.Tensor
 
@@ -30,32 +32,49 @@ class NeededStats(NamedTuple):
     """Statistics that a member needs, and how its values are computed from them.
 
     Attributes:
+        finish: returns the member's values.
         ids: classes ``[..., K]`` whose log-probabilities are needed, -100 for none; or None.
         entropy: True if the entropy is needed.
-        finish: returns the member's values, of log-probabilities ``[..., K]`` or None, logsumexp and entropy or None.
+        best: True if the argmax and its log-probability are needed.
+        total: True if the sum over the classes is needed.
     """
 
-    ids: Tensor | None
-    entropy: bool
-    finish: Callable[[Any, Tensor, Any], Tensor]
+    finish: Callable[[Stats], Tensor]
+    ids: Tensor | None = None
+    entropy: bool = False
+    best: bool = False
+    total: bool = False
 
 
-def row_stats(logits: Any, parts: Any, ids: Tensor | None, entropy: bool, best: bool = False) -> Any:
-    """Compute statistics of rows ``parts``, with the classes as the last dimension."""
+def row_stats(logits: Any, parts: Any, needed: Sequence[NeededStats], argmax: bool = False) -> Stats:
+    """Compute statistics of rows ``parts``, with the classes as the last dimension, and all ids in one tensor."""
     record = logits.rows_of(parts)
-    if ids is None:
-        ids = torch.full(record.hidden.shape[:-1], -100, device=record.hidden.device)
+    rows = record.hidden.shape[:-1]
+    groups = [a.ids.reshape(*rows, -1) for a in needed if a.ids is not None]
+    ids = torch.cat(groups, -1) if groups else torch.full((*rows, 1), -100, device=record.hidden.device)
     checks = readable_without_sync(ids) or None  # as torch checks them
-    return ops.row_stats(record, ids, entropy=entropy, with_ids=best, check_targets=checks)
+    entropy, best, total = (any(getattr(a, name) for a in needed) for name in ("entropy", "best", "total"))
+    if best:
+        out = row_stats_of_best(record, ids, entropy=entropy, check_targets=checks)
+        log_probs, log_best = out.log_probs[..., :-1], out.log_probs[..., -1]
+    else:
+        out = ops.row_stats(record, ids, entropy=entropy, with_ids=argmax, check_targets=checks)
+        log_probs, log_best = out.log_probs, None
+    return Stats(log_probs, out.lse, out.entropy, log_best, out.ids, class_sum(record) if total else None)
 
 
 def rows_key(parts: Any, logits: Any) -> tuple[Any, ...]:
     """Return a key: equal for parts of the same rows in the same order, if their logits have the same transform."""
+    return *product_key(parts, logits), logits.scale, logits.cap, logits.skip
+
+
+def product_key(parts: Any, logits: Any) -> tuple[Any, ...]:
+    """Return a key: equal for parts of the same rows in the same order, with the same head."""
     h, u = parts[:2]
     plain = h.is_contiguous() and (u is None or u.is_contiguous())
     layout = h.shape[:-1].numel() if plain else (h.shape, h.stride())
     pointers = h.data_ptr(), h.dtype, None if u is None else u.data_ptr()
-    return *pointers, layout, logits.scale, logits.cap, logits.skip, logits.columns, logits.bias_factor
+    return *pointers, layout, logits.columns, logits.bias_factor, logits.class_bias
 
 
 class Pending(DeferredTensor):
@@ -84,8 +103,9 @@ class Pending(DeferredTensor):
         pending.append(weakref.ref(self))
 
     def leave(self) -> None:
-        """Leave the list: the values are not needed."""
-        self.logits.pending[:] = [ref for ref in self.logits.pending if ref() is not self]
+        """Leave the lists: the values are not needed."""
+        for members in (self.logits.pending, self.logits.head.sums):
+            members[:] = [ref for ref in members if ref() is not self]
 
     @property
     def _rows_key(self) -> tuple[Any, ...]:
@@ -139,20 +159,16 @@ def argmax_of(x: Any) -> Any:
     parts: Any = [t if t is None else t.movedim(x.axis, -1) for t in x.parts[:2]]
     for member in (ref() for ref in x.pending):
         if member is not None and member.open and member._rows_key[:-1] == rows_key(parts, x):
-            return compute(member.members(), best=True).view(parts[0].shape[:-1])
+            return compute(member.members(), argmax=True).view(parts[0].shape[:-1])
     return None
 
 
-def compute(members: Sequence[Pending], best: bool = False) -> Any:
+def compute(members: Sequence[Pending], argmax: bool = False) -> Any:
     """Compute members of the same rows in one pass, in the graph of the first; return the argmax if requested."""
     first = members[0]
     needed = [member.needed_stats() for member in members]
     with torch.inference_mode(False), torch.enable_grad(), own_graph(), first.logits.restored():
-        parts = first.graph_parts
-        rows = parts[0].shape[:-1]
-        ids = [a.ids.reshape(*rows, -1) for a in needed if a.ids is not None]
-        entropies = any(a.entropy for a in needed)
-        out = row_stats(first.logits, parts, torch.cat(ids, -1) if ids else None, entropies, best)
+        out = row_stats(first.logits, first.graph_parts, needed, argmax)
         start = 0
         for member, a in zip(members, needed, strict=True):
             shape, log_probs = member.parts[0].shape[:-1], None  # type: ignore[union-attr]
@@ -160,8 +176,8 @@ def compute(members: Sequence[Pending], best: bool = False) -> Any:
                 count = a.ids.shape[-1]
                 log_probs = out.log_probs[..., start : start + count].reshape(*shape, count)
                 start += count
-            entropy = out.entropy.reshape(shape) if a.entropy else None
-            member.receive(a.finish(log_probs, out.lse.reshape(shape), entropy))
+            rest = [None if t is None else t.reshape(shape) for t in out[1:]]
+            member.receive(a.finish(Stats(log_probs, *rest)))  # type: ignore[arg-type]
         return out.ids
 
 
@@ -174,7 +190,7 @@ class DeferredStat(Pending):
         logits_recipe: recipe of the logits; None after a change other than a new dimension in place of the classes.
         axis: dimension of size 1 in place of the classes, or None.
         request: what is needed; None for a view or a copy of another one.
-        kind: "lse", "picked" or "entropy".
+        kind: what it is: "lse", "sum of exp", "max", "picked", "entropy", ...
     """
 
     logits_recipe: Any
@@ -190,8 +206,7 @@ class DeferredStat(Pending):
         needs = [n and t is not None and t.requires_grad for t, n in zip(parts, x.needs, strict=True)]
 
         def values(parts: Any) -> Tensor:
-            out = row_stats(logits, parts, request.ids, request.entropy)
-            return request.finish(None if request.ids is None else out.log_probs, out.lse, out.entropy)
+            return request.finish(row_stats(logits, parts, [request]))
 
         recipe = Recipe(values, logits.restored, needs)  # does not refer to x, which it would keep alive
         stat = cls.create(
@@ -206,6 +221,11 @@ class DeferredStat(Pending):
             x._recipe.lse = weakref.ref(result), result._version
         return result
 
+    def know(self, values: Tensor) -> None:
+        """Set the values, which were computed without a graph; a backward pass computes them again."""
+        self.leave()
+        self._dense = self._laid_out(values)
+
     def needed_stats(self) -> NeededStats:
         """Return what this statistic needs."""
         assert self.request is not None
@@ -215,6 +235,22 @@ class DeferredStat(Pending):
     def open(self) -> bool:
         """True if the values may be computed with others in one pass."""
         return self.request is not None and super().open
+
+    def dense(self, use: str = "backward") -> Tensor:
+        """Return the values without a graph."""
+        if self._value is None and self._dense is None and self.open:
+            self.materialize(use)
+        return super().dense(use)
+
+    def like(self, kind: str, request: NeededStats, recipe: Step, dtype: torch.dtype) -> Any:
+        """Return another statistic of the same rows, of the same shape."""
+        parts, meta = self.tapped(), torch.empty_like(self.meta, dtype=dtype)
+        stat = self.create(
+            meta, parts, recipe, needs=self.needs, logits=self.logits, logits_recipe=self.logits_recipe, axis=self.axis,
+            request=request, kind=kind, graph_parts=parts,
+        )  # fmt: skip
+        stat.join()
+        return stat
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the statistic as another tensor."""
@@ -230,10 +266,16 @@ class DeferredStat(Pending):
         )  # fmt: skip
 
 
+def is_stat_of(value: Any, x: Any, kind: str) -> bool:
+    """Return True for a statistic of these logits, with a dimension in the place of the classes."""
+    known = isinstance(value, DeferredStat) and value.kind == kind
+    return known and value.logits_recipe is x._recipe and value.axis == x.axis
+
+
 def is_lse_of(value: Any, x: Any) -> bool:
     """Return True for the logsumexp of these logits, with a dimension in the place of the classes."""
     if isinstance(value, DeferredStat):
-        return value.kind == "lse" and value.logits_recipe is x._recipe and value.axis == x.axis
+        return is_stat_of(value, x, "lse")
     if x.needs_grad and torch.is_grad_enabled():  # without a graph, the logsumexp is a constant
         return False
     ref, version = getattr(x._recipe, "lse", (lambda: None, 0))
@@ -265,17 +307,23 @@ def _scaled(x: DeferredStat, call: Call) -> Any:
     number = all(isinstance(value, int | float) for value in call.args) and not call.kwargs
     if x.request is None or not number:
         return NotImplemented
-    parts, finish = x.tapped(), x.request.finish
-    request = x.request._replace(finish=lambda *stats: call.on(finish(*stats)))
-    scaled = x.create(
-        call.on(x.meta), parts, Step(call.on, x.logits.restored, [x]), needs=x.needs, logits=x.logits,
-        logits_recipe=None, axis=None, request=request, kind="scaled", graph_parts=parts,
-    )  # fmt: skip
-    scaled.join()
-    return scaled
+    finish = x.request.finish
+    request = x.request._replace(finish=lambda stats: call.on(finish(stats)))
+    return x.like("scaled", request, Step(call.on, x.logits.restored, [x]), x.dtype)
+
+
+def _detached(x: DeferredStat, call: Call) -> Any:
+    """Detach a maximum, which may be a shift of the logits that does not need its values."""
+    if x.kind != "max":
+        return NotImplemented
+    with torch.no_grad():
+        detached = x.changed(call.on, [x], x.axis)
+    detached.logits_recipe = x.logits_recipe
+    return detached
 
 
 DeferredStat.rules = {
+    "detach": _detached,
     **dict.fromkeys(("squeeze", "view", "reshape", "flatten"), _viewed),
     **dict.fromkeys(("unsqueeze", "__getitem__"), _with_dimension),
     **dict.fromkeys(("neg", "mul", "div"), _scaled),

@@ -19,14 +19,14 @@ from dllm_kernels.deferred._logits import DeferredLogits, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, is_lse_of
+from dllm_kernels.deferred._record import NO_SHIFT, class_sum
 from dllm_kernels.deferred._tensor import arguments
-from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
 
 
 def _is_linear(x: Any) -> bool:
-    return isinstance(x, DeferredLogits) and x.cap is None and not x.log_probs and x.skip is None
+    return isinstance(x, DeferredLogits) and x.cap is None and not x.log_probs and x.is_plain
 
 
 def _finite(value: Any) -> bool:
@@ -34,7 +34,8 @@ def _finite(value: Any) -> bool:
 
 
 @rule("add", "sub", "rsub", "subtract", "__rsub__")
-def _combined(x: DeferredLogits, call: Call) -> Any:
+def combined(x: DeferredLogits, call: Call) -> Any:
+    """Combine logits of one head, or subtract the logsumexp."""
     args, name = arguments(("input", "other", "alpha"), call.args, call.kwargs), call.function.__name__
     first, second, alpha = args.get("input"), args.get("other"), args.get("alpha", 1)
     if "rsub" in name:
@@ -48,7 +49,7 @@ def _combined(x: DeferredLogits, call: Call) -> Any:
         def normalized(z: Tensor) -> Tensor:
             return (z - z.logsumexp(axis, keepdim=True)).to(dtype)
 
-        return x.after([x], normalized, meta=meta, owns=True, log_probs=True)
+        return x.after([x], normalized, meta=meta, owns=True, log_probs=True, shift=NO_SHIFT)
     if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
         return NotImplemented
     if not _alike(first, second):  # type: ignore[arg-type]
@@ -125,20 +126,11 @@ def _over_classes(x: DeferredLogits, call: Call) -> Any:
     if not dims or len(set(dims)) < len(dims) or (dims != [x.axis] and not everything):
         return NotImplemented
     dtype = dtype_after(lambda z: call.function(z, -1), x.dtype, x.device)
-    with x.restored(), torch.autocast(x.device.type, enabled=False):
-        hidden, weight, bias, extra, *_ = record = x.rows()
-        if is_dtensor(hidden) or is_dtensor(weight):
+    with x.restored():
+        record = x.rows()
+        if is_dtensor(record.hidden) or is_dtensor(record.weight):
             return NotImplemented
-        acc, rows = accum_dtype(hidden.dtype), hidden.shape[:-1].numel()
-
-        def over(h: Tensor, w: Tensor) -> Tensor:
-            h = h.reshape(-1, h.shape[-1]).sum(0, dtype=acc) if everything else h.to(acc)
-            return h @ w.sum(0, dtype=acc)
-
-        total = over(hidden, weight) + (0 if extra is None else over(*extra))
-        if bias is not None:
-            total = total + bias.sum(dtype=acc) * (rows if everything else 1)
-        total = total if record.scale is None else total * record.scale
+        total = class_sum(record, everything)
     if call.function.__name__ == "mean":
         total = total / (x.numel() if everything else x.shape[x.axis])
     return total.to(dtype)

@@ -51,8 +51,9 @@ FIRST = "input", "tensors", "self"
 RENAMED = {"axis": "dim", "keepdims": "keepdim"}
 # Their rules take all arguments, because the deferred tensor may be any of them.
 WHOLE = (
-    "__matmul__", "__rmatmul__", "__rsub__", "add", "broadcast_tensors", "dot", "einsum", "inner", "matmul", "mv",
-    "rsub", "sub", "subtract", "vdot", "where",
+    "__matmul__", "__rmatmul__", "__rsub__", "add", "broadcast_tensors", "dot", "einsum", "expand_as", "inner",
+    "kl_div", "l1_loss", "logaddexp", "matmul", "maximum", "minimum", "mse_loss", "mv", "reshape_as", "rsub", "sub",
+    "subtract", "vdot", "view_as", "where", "xlogy",
 )  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
@@ -472,8 +473,8 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
     return result
 
 
-def _is_leaf_view(x: DeferredTensor, source: Any) -> bool:
-    if torch.is_grad_enabled() or not isinstance(source, DeferredTensor):
+def _is_leaf_view(x: Any, source: Any) -> bool:
+    if torch.is_grad_enabled() or not isinstance(x, DeferredTensor) or not isinstance(source, DeferredTensor):
         return False
     return source.requires_grad and same_storage(x.meta, source.meta)
 

@@ -24,7 +24,7 @@ from dllm_kernels.corruption._seeds import check_sources, resolve_seed
 from dllm_kernels.rows._call import Call, as_linear_logits, checked, flat_index, row_marks
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._interface import IGNORE
-from dllm_kernels.rows._logits import Head, Logits, flat_rows
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._stats_interface import StatsFlags, StatsRequest
@@ -259,3 +259,29 @@ def _sample(
     if marks is not None:
         ids = ids.masked_fill((marks == IGNORE).unsqueeze(1), IGNORE)
     return [ids, log_probs, entropy]
+
+
+def largest_of(logits: LinearLogits, k: int, *, log_probs: bool) -> tuple[Tensor, Tensor]:
+    """Return the k largest transformed logits, or log-probabilities, and their ids, ``[..., k]``; no DTensors.
+
+    In descending order, the lowest id first among equals. No gradient.
+    """
+    options = Options(check_targets=False, return_top=k)
+    rows_only = torch.zeros((), dtype=torch.int64, device=logits.hidden.device).expand(logits.hidden.shape[:-1])
+    call = checked(NAMES, logits, rows_only, options).detached
+    setup = Setup.of(call.logits, call.options)
+    hidden, head = flat_rows(call.x), call.head
+    assert head is not None
+    with no_autocast(hidden):
+        chunks = Chunks(hidden, head.flat, None, setup)
+        rows = chunks.rows
+        values = rows.empty(k, dtype=setup.accum_dtype, device=hidden.device)
+        ids = rows.empty(k, dtype=torch.int64, device=hidden.device)
+        for chunk, _, targets, z in chunks:
+            part, chosen = chunks.primitives.largest(z, k, setup.transform)
+            if log_probs:
+                request = StatsRequest(chosen, targets, transform=setup.transform)
+                part = chunks.primitives.stats.forward(z[None], request).log_probs
+            rows.put_each([values, ids], chunk, [part, chosen])
+        values, ids = rows.finished([values, ids])
+    return values.view(*call.rows, k), ids.view(*call.rows, k)

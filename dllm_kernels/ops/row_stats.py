@@ -164,6 +164,15 @@ def linear_row_stats(
     )  # fmt: skip
 
 
+def row_stats_of_best(
+    logits: Logits, ids: Tensor, *, entropy: bool = False, check_targets: bool | None = None
+) -> RowStats:  # fmt: skip
+    """Compute :func:`row_stats` with ``with_ids``; ``log_probs [..., K + 1]`` has that of the argmax last."""
+    options = Options(check_targets=check_targets, with_lse=True, with_ids=True, with_best=True)
+    call = checked(NAMES, logits, ids, options, several=True)
+    return row_stats_unchecked(call, None, StatsFlags(entropy=entropy))  # type: ignore[no-any-return]
+
+
 def _checked_mix(call: Call, mix: Mix | None) -> Any:
     """Validate the tensors of a mixture; return them with DTensors gathered."""
     if mix is None:
@@ -234,6 +243,9 @@ def _saved(
     ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, requested: RequestedStats, setup: Setup
 ) -> tuple[Tensor, ...]:
     """Save what :func:`_restored` returns; return the outputs of a Function."""
+    if requested.with_best:  # the argmax is one more id; its log-probability is -log S
+        requested = requested._replace(ids=torch.cat([requested.ids, result.best[:, None]], 1))  # type: ignore[index]
+        result = result._replace(log_probs=torch.cat([result.log_probs, -result.log_sum[:, None]], 1))
     ctx.flags, ctx.with_rest, ctx.setup = requested.flags, requested.with_rest, setup
     if any(setup.needs):
         fields = zip(StatsResult._fields, result, strict=True)

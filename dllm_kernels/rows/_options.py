@@ -25,6 +25,7 @@ class Options(NamedTuple):
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
         rest: return the log-probability of all columns but the ids.
+        with_best: return the log-probability of the argmax behind those of the ids.
         return_top: number of most likely ids to return, or None.
         top_k: see ``Truncation``, in ``rows/_truncation.py``; 0 is None.
         top_p: see ``Truncation``; 1 is None.
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     round_nll: bool = False
     inplace_backward: bool = False
     rest: bool = False
+    with_best: bool = False
     return_top: int | None = None
     top_k: int | None = None
     top_p: float | None = None

@@ -32,6 +32,7 @@ class RequestedStats(NamedTuple):
         mix_b: b of the mixture, ``[N]``, or None.
         flags: further statistics that are requested.
         with_rest: True if the log-probability of all columns except the ids is requested.
+        with_best: True if ``log_probs`` of the caller has the log-probability of the argmax last.
     """
 
     ids: Tensor
@@ -40,6 +41,7 @@ class RequestedStats(NamedTuple):
     mix_b: Tensor | None
     flags: StatsFlags
     with_rest: bool
+    with_best: bool = False
 
     @classmethod
     def of(cls, call: Call, mix: Sequence[Tensor] | None, flags: StatsFlags, setup: Setup) -> RequestedStats:
@@ -49,7 +51,7 @@ class RequestedStats(NamedTuple):
         marks = row_marks(call.active)
         if isinstance(call.logits, Tensor):
             marks = as_marks(marks, ids)
-        return cls(ids, marks, a, b, flags, call.options.rest)
+        return cls(ids, marks, a, b, flags, call.options.rest, call.options.with_best)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
         """Return the request for the backend; ``marks``: ``self.marks`` as a tensor, if the caller has it."""
@@ -139,7 +141,8 @@ def by_name(values: Iterable[Any], requested: RequestedStats, setup: Setup) -> d
 
 def in_rows(values: Mapping[str, Tensor], call: Call) -> dict[str, Any]:
     """Return outputs ``[N, K]`` and ``[N]`` in the shape of the caller's ids and rows."""
-    ids, rows = call.ids.shape, call.rows
+    rows = call.rows
+    ids = (*rows, -1) if call.options.with_best else call.ids.shape
     return {name: t.view(ids if name == "log_probs" else rows) for name, t in values.items()}
 
 

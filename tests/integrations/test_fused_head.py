@@ -464,15 +464,18 @@ def test_a_teacher_with_a_head_of_its_own_is_deferred_too():
 
 
 UNFUSED = {
+    "a cumulative sum": lambda z, x: z.exp().cumsum(-1).mean(),
+    "a teacher that is trained": lambda z, x: (
+        z.log_softmax(-1) * torch.ones(V, device=z.device).requires_grad_()
+    ).sum(),
+    "a softmax of other dimensions": lambda z, x: (z.log_softmax(1) * x.p[..., None]).sum(),
     "softmax": lambda z, x: z.softmax(-1)[..., 0].sum(),
-    "exp": lambda z, x: z.exp().mean(),
-    "cross_entropy with label smoothing": lambda z, x: F.cross_entropy(
-        z.view(-1, V), x.ids.view(-1), label_smoothing=0.1
+    "the least class": lambda z, x: z.topk(2, largest=False)[0].sum(),
+    "the largest of all": lambda z, x: z.max() + z.softmax(-1).max(),
+    "the largest of all rows": lambda z, x: (z.argmax(1) + z.logsumexp(-1).sum()).sum(),
+    "the top of some low classes": lambda z, x: (
+        z.masked_fill(torch.arange(V, device=z.device) < 2, -1e9).topk(2)[0].sum()
     ),
-    "cross_entropy with weights": lambda z, x: F.cross_entropy(
-        z.view(-1, V), x.ids.view(-1), weight=torch.linspace(0, 1, V, device=z.device)
-    ),
-    "cross_entropy with probabilities": lambda z, x: F.cross_entropy(z[0], torch.full((L, V), 1 / V, device=z.device)),
     "a class that is not low enough": lambda z, x: (z[..., 3].add_(-100), z.logsumexp(-1).sum())[1],
     "a class that is low, as a target": lambda z, x: (
         z.__setitem__((..., int(x.ids[0, 0])), -3e3),
@@ -481,24 +484,17 @@ UNFUSED = {
     "a low class beside a view": lambda z, x: (lambda y: (z.__setitem__((..., 3), -1e6), y.logsumexp(-1).sum())[1])(
         z[:, 1:]
     ),
-    "two classes": lambda z, x: z.masked_fill(torch.arange(V, device=z.device) < 2, -torch.inf).logsumexp(-1).sum(),
+    "two classes, as targets": lambda z, x: F.cross_entropy(
+        z.masked_fill(torch.arange(V, device=z.device) < V - 2, -1e9).mT, x.ids
+    ),
     "a class in some rows": lambda z, x: (z.__setitem__((0, ..., 3), -1e6), z.logsumexp(-1).sum())[1],
-    "a sum of capped logits": lambda z, x: (lambda y: (y + y / 2).logsumexp(-1).sum())(torch.tanh(z)),
-    "a sum with a constant part": lambda z, x: (z - z.detach()).logsumexp(-1).sum(),
-    "a distribution": lambda z, x: torch.distributions.Categorical(logits=z).probs.square().sum(),
-    "other factors": lambda z, x: (z.softmax(-1) * z.log_softmax(-1) * x.p[..., None]).sum(),
-    "a constant factor": lambda z, x: (z.detach().softmax(-1) * z.log_softmax(-1)).sum(),
-    "entropy of other logits": lambda z, x: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
     "NaN": lambda z, x: (z / 1e-30 / 1e-30 * 0 == z).sum() + z.sum(),
     "log-probabilities of rows": lambda z, x: (
         lambda y: (y.__setitem__(x.masked, -1e6), y.__setitem__((x.masked, x.ids[x.masked]), 0.0), y[:, 1:].sum())[2]
     )(z - z.logsumexp(-1, keepdim=True)),
     "a slice of classes": lambda z, x: z[..., :5].sum() + z[..., 7].sum(),
-    "a sum of logits and a constant": lambda z, x: (z + x.p[..., None]).logsumexp(-1).sum(),
-    "a product with a tensor": lambda z, x: (z * x.p[..., None]).logsumexp(-1).sum(),
-    "a negative factor": lambda z, x: (-2 * z).logsumexp(-1).sum() + (z / -1).amax(-1).sum(),
     "a view across classes": lambda z, x: z.reshape(B, L * V).sum(1).mean(),
-    "a sort": lambda z, x: z.topk(3).values.sum() + z.max(-1).values.sum(),
+    "a sort": lambda z, x: z.sort(-1).values[..., :3].sum() + z.kthvalue(2, -1).values.sum(),
     "cat of classes": lambda z, x: torch.cat([z, z], -1).logsumexp(-1).sum(),
     "cat with zeros": lambda z, x: torch.cat([z, torch.zeros_like(z[:, :1])], 1).logsumexp(-1).sum(),
     "logsumexp of rows": lambda z, x: z.logsumexp(1).sum(),
@@ -509,17 +505,7 @@ UNFUSED = {
         dllm_kernels.MDLMCrossEntropyLoss(softcap=2.0)(torch.tanh(z / 3) * 3, x.ids, x.masked, x.p, x.masked).total_loss
     ),
     "one of two": lambda z, x: dllm_kernels.divergence(z, torch.ones(B, L, V, device=z.device)).loss,
-    "probabilities": lambda z, x: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
-    "a cap of capped ones": lambda z, x: torch.tanh(torch.tanh(z / 3)).logsumexp(-1).sum(),
-    "a cap of log-probabilities": lambda z, x: torch.tanh(z.log_softmax(-1)).logsumexp(-1).sum(),
-    "a cap of a skipped class": lambda z, x: torch.tanh(without_class(z)).logsumexp(-1).sum(),
-    "the largest of all rows": lambda z, x: (z.argmax(1) + z.logsumexp(-1).sum()).sum(),
 }
-
-
-def without_class(z):
-    z[..., 3] = -torch.inf
-    return z
 
 
 @pytest.mark.parametrize("name", UNFUSED)
@@ -550,13 +536,13 @@ def test_on_logits_says_what_an_operation_that_needs_them_does():
         fused_head(model, on_logits="raise") as fused,
         pytest.raises(RuntimeError, match=r"^softmax at .*needs the logits"),
     ):
-        model(x.noisy).softmax(-1).mean()
+        model(x.noisy).softmax(1).mean()
     assert fused.materialized == 0
     with warnings.catch_warnings(), fused_head(model, on_logits="allow") as fused:
         warnings.simplefilter("error")
         z = model(x.noisy)
-        z.softmax(-1)
-        z.exp()
+        z.softmax(1)
+        z.exp().sort()
     assert fused.materialized == 1
 
 

@@ -63,6 +63,8 @@ $x * -0.5 || -$x || $x.neg() || $x / fixed((B, 1, 1)).abs() || 1.7 * torch.tanh(
 $x.masked_fill(torch.arange(V) == 3, -1e4) || torch.where(torch.arange(V) != 3, $x, -5e5) || $x + 0.5 * $x
 $x - $x.logsumexp(-1, keepdim=True) || $x - torch.logsumexp($x, -1)[..., None] || guided($x, 1.5) || guided($x, 0)
 $x - 2 * $x.roll(1, 0) || torch.sub($x, $x, alpha=3) || torch.rsub($x, $x * 2) || 0.0 * $x || $x.mul(-1.5)
+$x - $x.max(-1, keepdim=True).values.detach() || $x + 0.5 || $x - wts($lead)[..., None] || 8 * torch.sigmoid($x / 2)
+$x + 0.3 * fixed((V,)).to($x.dtype) || $x.masked_fill(mask((V,), 1), -1e9) || $x - $x.exp().sum(-1, keepdim=True).log()
 $x.div(2.0).tanh().mul(2.0) || torch.tanh($x * 1.25) * 0.8 || ($x / 2).tanh() * 2 / 1.3 || $x * wts($lead)[..., None]
 """)
 OTHER_CASTS = table("""
@@ -93,6 +95,11 @@ subs($x, $y, '$c').gather(-1, $y[..., None]).squeeze(-1) || -subs($x * 1, $y, '$
 -($x.softmax(-1) * $x.log_softmax(-1)).sum(-1) || (F.log_softmax($x, -1) * F.softmax($x, dim=-1)).sum(dim=-1)
 -($x.log_softmax(-1).exp() * $x.log_softmax(-1)).sum(-1) || -$x.logsumexp(-1) || $x.logsumexp(-1) * 0.5 / 2
 $x.sum(-1) || $x.mean(-1) || $x.masked_fill(torch.arange(V) == 3, -1e4).logsumexp(-1)
+$x.softmax(-1).max(-1).values || $x.max(-1)[0] || torch.max($x.softmax(-1), dim=-1)[0].detach() || $x.amax(-1)
+$x.topk(2).values.diff(dim=-1)[..., 0] || $x.softmax(-1).topk(2, -1)[0].sum(-1) || $x.exp().sum(-1).log()
+-($x.softmax(-1) * $x.softmax(-1).log()).sum(-1) || torch.special.entr($x.softmax(-1)).sum(-1)
+$x.log_softmax(-1).mean(-1) || $x.exp().sum(-1)
+F.cross_entropy($x.movedim(-1, 1), $y, label_smoothing=0.1, reduction='none')
 $x.gather(-1, $y[..., None]).squeeze(-1) - $x.logsumexp(-1) || torch.logsumexp(input=$x, dim=(-1,))
 """)
 OTHER_ROWS = table("""
