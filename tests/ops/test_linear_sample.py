@@ -435,15 +435,6 @@ def test_autocast():
     assert all(torch.equal(a, b) for a, b in zip(narrow[:3], wide[:3], strict=True))
 
 
-def test_without_values():
-    h, w = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((B, L, D), (V, D)))
-    got = linear_sample(h, w, seeds=torch.empty(B, dtype=torch.int64, device="meta"), return_top=3)
-    assert [(tuple(t.shape), t.dtype) for t in got] == [
-        ((B, L), torch.int64), ((B, L), torch.float32), ((B, L), torch.float32),
-        ((B, L, 3), torch.int64), ((B, L, 3), torch.float32),
-    ]  # fmt: skip
-
-
 def test_bad_input():
     (h, w, b), seeds = (tuple(t.cpu() for t in draw()[0]), draw()[1].cpu())
 

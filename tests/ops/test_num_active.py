@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from dllm_kernels.losses import (
-    BlockDiffusionCrossEntropyLoss,
-    DFlashDecayLoss,
-    HybridDiffusionLLMLoss,
-    MDLMCrossEntropyLoss,
-    SCDDLoss,
-)
+from dllm_kernels.losses import HybridDiffusionLLMLoss
 from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE, usually
+from tests.support.cases import FIRSTS, to_device
 from tests.support.op_cases import OP_CASES, Rows, name_of, results
 
 N, V, D, R = 6, 11, 5, 2
@@ -100,30 +95,16 @@ def test_every_result_and_gradient_of_a_graph_is_nan(case, trained):
     assert_all_nan(case, TRAINED[trained], run=torch.compile(run, backend="aot_eager", fullgraph=True))
 
 
-def batch():
+BOUNDED = [case for case in FIRSTS if hasattr(case.loss, "forward_fused") and not case.learns]
+
+
+@pytest.mark.parametrize("case", BOUNDED, ids=lambda case: case.name)
+def test_every_loss_and_its_gradients_are_nan(case, backend):
     torch.manual_seed(0)
-    ids, ones = torch.arange(6, device=DEVICE).view(2, 3), torch.ones(2, 3, device=DEVICE)
-    return {"target_ids": ids, "noise_mask": ones, "p_mask": ones / 2, "loss_mask": ones}
-
-
-MASK = 9
-LOSSES = {
-    "mdlm": (MDLMCrossEntropyLoss, batch),
-    "block diffusion": (BlockDiffusionCrossEntropyLoss, batch),
-    "hybrid": (HybridDiffusionLLMLoss, batch),
-    "scdd": (lambda: SCDDLoss(MASK), lambda: batch() | {"noisy_input_ids": torch.full((2, 3), MASK, device=DEVICE)}),
-    "dflash": (DFlashDecayLoss, lambda: {"target_ids": batch()["target_ids"], "block_mask": batch()["loss_mask"]}),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_and_its_gradients_are_nan(name, backend):
-    make, inputs = LOSSES[name]
-    h = torch.randn(2, 3, D, device=DEVICE, requires_grad=True)
+    inputs = to_device(case.draw(2, 6, V), DEVICE)
+    h = torch.randn(2, case.width * 6, D, device=DEVICE, requires_grad=True)
     w = torch.randn(V, D, device=DEVICE, requires_grad=True)
-    loss = make()
-    loss.backend = backend
-    out = loss.forward_fused(h, w, **inputs(), num_active=5)
+    out = case.output("hidden", case.arguments("hidden", h, inputs, (w, None)), num_active=1, backend=backend)
     out.total_loss.backward()
     for t in (out.total_loss, out.dllm_loss, h.grad, w.grad):
         assert t.isnan().all()

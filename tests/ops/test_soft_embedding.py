@@ -217,12 +217,6 @@ def test_autocast(tied):
             soft_embedding(h, w, e.double())
 
 
-def test_without_values():
-    tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((B, L, D), (V, D), (V, E))]
-    got = soft_embedding(*tensors)
-    assert (got.shape, got.dtype, got.device.type) == ((B, L, E), torch.bfloat16, "meta")
-
-
 def test_bad_input():
     (h, w, e, b), (bump, ids) = (tuple(t.cpu() for t in ts) for ts in draw(torch.float32))
 

@@ -16,10 +16,10 @@ CALLS = {(case.name, kind): case for kind, case in OF_EVERY_KIND} | {
 }
 
 
-def results(name, kind, device):
+def results(name, kind, dtype, device):
     """Return the results of forward and, if anything is differentiable, of backward."""
     shapes = ((2, 3, V),) if kind == "stored" else ((2, 3, D), (V, D))
-    leaves = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
+    leaves = [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
     ids = torch.zeros(2, 3, dtype=torch.long, device=device)
     r = Rows.of(ids, ids == 0, torch.full((2, 3), 0.5, device=device))
     x = leaves[0] if kind == "stored" else LinearLogits(*leaves)
@@ -29,12 +29,13 @@ def results(name, kind, device):
     return [(t.shape, t.dtype) if t is not None else None for t in (*out, *grads)], {t.device.type for t in out}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "kind"), CALLS)
-def test_on_the_meta_device_and_of_fake_tensors(name, kind):
-    expected, _ = results(name, kind, "cpu")
-    shapes, devices = results(name, kind, "meta")
+def test_on_the_meta_device_and_of_fake_tensors(name, kind, dtype):
+    expected, _ = results(name, kind, dtype, "cpu")
+    shapes, devices = results(name, kind, dtype, "meta")
     assert devices == {"meta"}
     assert shapes == expected
     with FakeTensorMode():
-        shapes, _ = results(name, kind, "cpu")
+        shapes, _ = results(name, kind, dtype, "cpu")
     assert shapes == expected
