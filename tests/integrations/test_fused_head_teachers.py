@@ -63,7 +63,7 @@ def without_class(z):
 
 @torch.no_grad()
 def probabilities(z):
-    return z.softmax(-1)
+    return z.softmax(-1, dtype=torch.promote_types(z.dtype, torch.float32))
 
 
 def torchtune(z, x):
@@ -124,7 +124,7 @@ LOSSES = {
     "cross_entropy": lambda z, x: F.cross_entropy(z.view(-1, V), x.q.view(-1, V)),
     "cross_entropy, classes second": lambda z, x: F.cross_entropy(z.mT, x.q.mT, reduction="none")[x.mask].mean(),
     "smoothing of probabilities": lambda z, x: nn.CrossEntropyLoss(label_smoothing=0.1)(z[0], x.q[0]),
-    "smoothing of ids, capped": lambda z, x: F.cross_entropy(z.tanh().mT, x.ids, label_smoothing=0.1),
+    "smoothing of ids, capped": lambda z, x: F.cross_entropy(z.tanh().view(-1, V), x.ids.view(-1), label_smoothing=0.1),
     "smoothing of ids, with weights": lambda z, x: F.cross_entropy(
         z.mT, x.ids.masked_fill(~x.mask, -100), label_smoothing=0.1, weight=x.q[0, 0]
     ),
@@ -170,7 +170,7 @@ LOSSES = {
     "a number per row": lambda z, x: (x.t * (z + x.w[..., None]).relu())[:, 1:].flatten(0, 1).sum(-1).square().mean(),
     "a number per row, moved": lambda z, x: (
         (z - x.w[..., None])[:, 1:].flatten(0, 1).relu() * x.t[:, 1:].flatten(0, 1)
-    )[[3, 1, 0]].sum(-1).square().mean(),
+    )[[3, 1, 0]].mean(-1).square().mean(),
     "a number per class": lambda z, x: ((z + x.q[0, 0]).sigmoid() * x.t).sum(-1).mean(),
     "minus the maximum": lambda z, x: ((z - z.amax(-1, keepdim=True)).exp() * x.t).sum(-1).mean(),
     "minus the maximum, detached": lambda z, x: (
