@@ -150,7 +150,8 @@ def _raised(p: Term, call: Call) -> Any:
     """Add a number to all probabilities, or raise those below it, if that changes no sum over p log p."""
     name = call.function.__name__
     if "add" in name:
-        (value,) = [t for t in call.args if t is not p] if len(call.args) == 2 and not call.kwargs else (None,)
+        others = [t for t in call.args if t is not p]  # none in p + p
+        value = others[0] if len(others) == 1 and len(call.args) == 2 and not call.kwargs else None
         least = 1.0
     else:
         value = arguments(("min", "max"), call.args, call.kwargs).get("min") if len(call.args) < 2 else None

@@ -348,8 +348,24 @@ def several_backwards(model, x):
     return model.lm_head.weight.grad
 
 
+def with_itself(model, x):
+    p = model(x.ids).softmax(-1)
+    ((p + p) * p * (p - p * 2) / (p + 1)).pow(2).sum().backward()
+    return model.lm_head.weight.grad
+
+
 @pytest.mark.parametrize(
-    "program", [product_of_trained, hooked, kept, used_twice, changed_beside_a_view, no_graph, several_backwards]
+    "program",
+    [
+        product_of_trained,
+        hooked,
+        kept,
+        used_twice,
+        changed_beside_a_view,
+        no_graph,
+        several_backwards,
+        with_itself,
+    ],
 )
 def test_other_uses_of_terms_are_those_of_the_plain_loop(program):
     torch.manual_seed(2)
