@@ -27,6 +27,7 @@ from tools.mutants import judges_of
 from tools.ptx.__main__ import SUBJECTS
 
 ROOT = Path(__file__).parents[2]
+BATCHES = "tests/kernels/test_batch_invariance.py"
 
 
 @functools.cache
@@ -64,17 +65,18 @@ def commands(name):
     """Return the command of each process by what it checks."""
     kernels, files, ops = chosen(name)
     of_ops = ["-k", " or ".join(f"({' and '.join(op.split())})" for op in ops)]
-    options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-n", "0", "-m", "not exhaustive"]
+    options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-n", "0"]
     options += ["--timeout", "120", "--timeout-method", "thread"]  # a kernel that overwrites memory may end in a loop
     judges = {file: judges_of(f"backends/triton/{file}.py") for file in files}
     others = [f"tests/kernels/test_{stem}.py" for stem in SUBJECTS["kernels"].split()]
-    others = [file for file in others if not any(file in judge for judge in judges.values())]
-    tests = [sys.executable, "-m", "pytest", *options]
+    others = [file for file in others if file != BATCHES and not any(file in judge for judge in judges.values())]
+    tests, everyday = [sys.executable, "-m", "pytest", *options], ["-m", "not exhaustive"]
     return {
-        "accesses": [sys.executable, "-m", "tools.ptx", *options, "tests/kernels/test_bounds.py", *of_ops],
+        "accesses": [sys.executable, "-m", "tools.ptx", *options, *everyday, "tests/kernels/test_bounds.py", *of_ops],
         "offsets and registers": [sys.executable, "-W", "ignore", "-m", "tests.support.mock_gpu_checks", *kernels],
-        "other batches": [*tests, *others, *of_ops],
-        **{f"numbers of {file}": [*tests, *judge] for file, judge in judges.items()},
+        "other batches": [*tests, BATCHES, *of_ops],  # of every day are the cases of few ops
+        "other tests of kernels": [*tests, *everyday, *others, *of_ops],
+        **{f"numbers of {file}": [*tests, *everyday, *judge] for file, judge in judges.items()},
     }
 
 
