@@ -1,6 +1,7 @@
 """Every op has a case in ``tests/support/op_cases.py``, which describes its results."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ def test_every_op_has_a_case():
     missing = functions - {name for case in FIRST_OPS for name in (case.name, case.older)}
     assert not missing, f"no OpCase in tests/support/op_cases.py has the name of {', '.join(sorted(missing))}"
     assert {case.op for case in OP_CASES} == {case.op for case in FIRST_OPS}
+
+
+def test_every_file_of_an_op_has_tests_of_its_own():
+    here = Path(__file__).parent
+    files = Path(ops.__file__).parent.glob("[a-z]*.py")
+    missing = [file.name for file in files if not (here / f"test_{file.name}").exists()]
+    assert not missing, f"add tests/ops/test_<op>.py for {missing} of dllm_kernels/ops"
 
 
 @pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
