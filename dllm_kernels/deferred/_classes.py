@@ -158,6 +158,8 @@ def _filling(x: DeferredLogits, classes: Tensor | None, value: Any) -> dict[str,
     before = x.class_bias
     fill = torch.where(classes, float(value), 0.0).to(accum_dtype(x.hidden.dtype))  # type: ignore[arg-type]
     filled = classes if before is None or before.filled is None else before.filled | classes  # type: ignore[operator]
+    if readable_without_sync(filled) and bool(filled.all()):  # no class is left that the others are low beside
+        return None
     values = fill if before is None else torch.where(classes, fill, before.values)  # type: ignore[arg-type]
     infinite = value == -math.inf or (before is not None and before.infinite)
     return {"class_bias": ClassBias(values, filled, infinite)}
@@ -174,7 +176,9 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
         record = x.rows()
         if is_dtensor(record.weight) or is_dtensor(record.hidden) or not record.hidden.numel():
             return False
-        z = logits_of(record, torch.tensor([k, int(k == 0)], device=x.device))
+        columns = torch.full((2,), int(k == 0), device=x.device)
+        columns[0] = k
+        z = logits_of(record, columns)
     new = z[..., 0] + value if adds else value
     return bool((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
 

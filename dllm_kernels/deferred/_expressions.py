@@ -195,7 +195,7 @@ def _rows_at(t: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
         return t[torch.unravel_index(rows, t.shape[:-1])]
     if readable_without_sync(rows) and len(rows):
         first = int(rows[0])
-        if torch.equal(rows, torch.arange(first, first + len(rows))):
+        if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
             return flat[first : first + len(rows)]
     return flat[rows]
 
@@ -206,7 +206,9 @@ def transformed(z: Tensor, transform: Transform) -> Tensor:
     z = z if cap is None and scale is None else z.to(accum_dtype(z.dtype))
     z = z if cap is None else (z / cap).tanh() * cap
     z = z if scale is None else z * scale
-    return z if skip is None else z.index_fill(-1, torch.tensor([skip], device=z.device), -torch.inf)
+    if skip is None:
+        return z
+    return z.masked_fill(torch.arange(z.shape[-1], device=z.device) == skip, -torch.inf)
 
 
 class RowFunction(NamedTuple):

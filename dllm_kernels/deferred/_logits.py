@@ -210,7 +210,7 @@ class DeferredLogits(Rows, DeferredTensor):
     def usable(self) -> bool:
         """True if an op may take rows and head in place of the logits."""
         same_acc = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
-        plain = not self.log_probs and self.skip is None and not self.shift
+        plain = not self.log_probs and self.skip is None and not self.shift and not self.fills_classes
         return self.fusible and same_acc and self.axis == len(self.shape) - 1 and plain
 
     @property
@@ -224,6 +224,11 @@ class DeferredLogits(Rows, DeferredTensor):
         return self.skip is None and self.class_bias is None and not self.shift
 
     @property
+    def fills_classes(self) -> bool:
+        """True if several classes were set; an op does not know that they have no gradient if they are targets."""
+        return self.class_bias is not None and self.class_bias.filled is not None
+
+    @property
     def infinite(self) -> bool:
         """True if a class has or may have a logit of -inf."""
         skipped = self.skip is not None and not self.skip_finite
@@ -232,7 +237,7 @@ class DeferredLogits(Rows, DeferredTensor):
     @property
     def sums_classes(self) -> bool:
         """True if the sum of all logits of a row is a product of its hidden states and the sum of the head's rows."""
-        plain = self.cap is None and self.skip is None and (self.class_bias is None or self.class_bias.filled is None)
+        plain = self.cap is None and self.skip is None and not self.fills_classes
         return plain and not any(t is not None and is_dtensor(t) for t in self.parts)
 
     @property
@@ -517,7 +522,7 @@ def bias_before_cap(x: DeferredLogits) -> Any:
         return NotImplemented
     if x.shift.rows is not None or x.shift.best:
         return NotImplemented
-    return added_bias(x, torch.full((), float(x.shift.number))) if x.shift.number else bias
+    return added_bias(x, torch.full((), float(x.shift.number), device="cpu")) if x.shift.number else bias
 
 
 def added_bias(x: DeferredLogits, constants: Tensor) -> Any:

@@ -487,6 +487,14 @@ UNFUSED = {
     "two classes, as targets": lambda z, x: F.cross_entropy(
         z.masked_fill(torch.arange(V, device=z.device) < V - 2, -1e9).mT, x.ids
     ),
+    "a loss of this package with low classes": lambda z, x: (
+        dllm_kernels.MDLMCrossEntropyLoss()(
+            z.masked_fill(torch.arange(V, device=z.device) > 3, -1e9), x.ids, x.masked, x.p, x.masked
+        ).total_loss
+    ),
+    "every class set": lambda z, x: (
+        z.masked_fill(torch.arange(V, device=z.device) >= 0, -1e9).logsumexp(-1) - z[..., 0]
+    ).sum(),
     "a class in some rows": lambda z, x: (z.__setitem__((0, ..., 3), -1e6), z.logsumexp(-1).sum())[1],
     "NaN": lambda z, x: (z / 1e-30 / 1e-30 * 0 == z).sum() + z.sum(),
     "log-probabilities of rows": lambda z, x: (

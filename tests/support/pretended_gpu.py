@@ -49,7 +49,7 @@ REAL_DEVICE = torch._C.TensorBase.device.__get__
 IN_CUDA: dict[int, StorageWeakRef] = {}
 # Take tensors of both devices, or set rather than compute.
 TRANSFERS = {T.copy_, T.to, T.type, T.set_, T.backward, T.register_hook, torch.promote_types, torch.result_type}
-TRANSFERS.add(torch._has_compatible_shallow_copy_type)  # of Module.to
+TRANSFERS |= {torch._has_compatible_shallow_copy_type, torch.autograd.grad}  # of Module.to, and like T.backward
 # Take indices on the CPU beside a tensor on a GPU.
 INDEXING = {T.__getitem__, T.__setitem__, T.index_put_, torch.index_put, T.index_put}
 # Copy Python numbers. Only the integrations may, see the table of host syncs.
@@ -104,12 +104,14 @@ class PretendedGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
-        if name == "__set__" or func is T.untyped_storage:
+        if name == "__set__":
             return func(*args, **kwargs)
         for other in types:
             if issubclass(other, DeferredTensor) and torch._C._is_torch_function_enabled():  # computes in the mode
                 with PretendedGpu():
                     return other.__torch_function__(func, types, args, kwargs)
+        if func is T.untyped_storage:
+            return func(*args, **kwargs)
         if func in (T.to, T.cuda, T.cpu):
             return self.transfer(func, args, kwargs)
         to = device_type(kwargs.get("device"))
