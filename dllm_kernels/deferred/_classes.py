@@ -158,7 +158,9 @@ def _filling(x: DeferredLogits, classes: Tensor | None, value: Any) -> dict[str,
     before = x.class_bias
     fill = torch.where(classes, float(value), 0.0).to(accum_dtype(x.hidden.dtype))  # type: ignore[arg-type]
     filled = classes if before is None or before.filled is None else before.filled | classes  # type: ignore[operator]
-    if filled is not None and readable_without_sync(filled) and bool(filled.all()):  # no class is left that the others are low beside
+    if (
+        filled is not None and readable_without_sync(filled) and bool(filled.all())
+    ):  # no class is left that the others are low beside
         return None
     values = fill if before is None else torch.where(classes, fill, before.values)  # type: ignore[arg-type]
     infinite = value == -math.inf or (before is not None and before.infinite)
