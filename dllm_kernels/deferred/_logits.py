@@ -518,7 +518,7 @@ def _capped(x: DeferredLogits, call: Call) -> Any:
 def bias_before_cap(x: DeferredLogits) -> Any:
     """Return the bias of logits that get a soft cap, which a number that is added to them is a part of."""
     bias = x.class_bias
-    if x.cap is not None or x.log_probs or x.skip is not None or (bias is not None and bias.filled is not None):
+    if x.cap is not None or x.log_probs or x.skip is not None or x.fills_classes:
         return NotImplemented
     if x.shift.rows is not None or x.shift.best:
         return NotImplemented

@@ -6,7 +6,6 @@ this entry.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from dllm_kernels.deferred._entropy import EXP, LOG_P, P
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_dim, on_classes, picked, rule, stat
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._pending import DeferredStat
+from dllm_kernels.deferred._pending import DeferredStat, add_alive
 from dllm_kernels.deferred._record import Stats
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
 from dllm_kernels.deferred._terms import Term
@@ -46,7 +45,7 @@ class BestIds(DeferredTensor):
         recipe = Recipe(lambda _: found[0], values.logits.restored, [False] * len(values.parts))
         with torch.no_grad():
             ids = cls.create(meta, values.parts, recipe, needs=recipe.needs, values=values, found=found)
-        before_backward(values.logits.head, ids)
+        add_alive(values.logits.head.sums, ids)
         return ids
 
     @property
@@ -70,12 +69,6 @@ class BestIds(DeferredTensor):
     def restored(self) -> Any:
         """Return a context without effect: ids do not depend on autocast."""
         return torch.set_grad_enabled(torch.is_grad_enabled())
-
-
-def before_backward(head: Any, tensor: Any) -> None:
-    """Compute a tensor, if it is still alive, before the head gets a gradient."""
-    head.sums[:] = [ref for ref in head.sums if ref() is not None]
-    head.sums.append(weakref.ref(tensor))
 
 
 def _term(x: Any) -> tuple[DeferredLogits, str | None, float]:
@@ -126,7 +119,7 @@ def _maximum(x: Any, call: Call) -> Any:
 
     best = stat(logits, "max" if kind == Z else "of max", finish, x.dtype, keepdim, best=True)
     if isinstance(best, DeferredStat):
-        before_backward(logits.head, best)
+        add_alive(logits.head.sums, best)  # is computed before the head gets a gradient
     if alone:
         return best
     ids = BestIds.of(best, found) if isinstance(best, DeferredStat) else found[0]
@@ -137,10 +130,9 @@ def _top(x: Any, call: Call) -> Any:
     """Compute the k largest entries and their ids."""
     args = arguments(("k", "dim", "largest", "sorted"), call.args, call.kwargs)
     k, (logits, kind, factor) = args.get("k"), _term(x)
-    filled = None if logits.class_bias is None else logits.class_bias.filled
     if not _usable(x) or not on_classes(logits, args.get("dim", -1)) or args.get("largest", True) is not True:
         return NotImplemented
-    if not isinstance(k, int) or not 0 < k < logits.shape[logits.axis] or filled is not None:
+    if not isinstance(k, int) or not 0 < k < logits.shape[logits.axis] or logits.fills_classes:
         return NotImplemented
     logits.check_unchanged()
     axis, dtype, in_logits = logits.axis, x.dtype, kind in (Z, EXP)

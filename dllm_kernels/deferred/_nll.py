@@ -8,7 +8,6 @@ forward pass. Any other use computes the NLL of each row by ``linear_token_nll``
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
 from dllm_kernels.deferred._expressions import RowFunction, row_numbers, row_values, weighted_rows
 from dllm_kernels.deferred._graph import Recipe, Step, become, in_graph
-from dllm_kernels.deferred._pending import NeededStats, Pending, compute
+from dllm_kernels.deferred._pending import NeededStats, Pending, add_alive, compute
 from dllm_kernels.deferred._record import Stats
 from dllm_kernels.deferred._tensor import meta_after, replaced
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -278,9 +277,7 @@ class DeferredSum(Pending):
         if not self.needs_grad or saved_tensors_hooks() is not None or self.function is not None:
             return self.materialize()
         self.join()
-        sums = self.logits.head.sums
-        sums[:] = [ref for ref in sums if ref() is not None]
-        sums.append(weakref.ref(self))
+        add_alive(self.logits.head.sums, self)
         return self
 
     def needed_stats(self) -> NeededStats:

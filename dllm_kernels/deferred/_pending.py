@@ -77,6 +77,12 @@ def product_key(parts: Any, logits: Any) -> tuple[Any, ...]:
     return *pointers, layout, logits.columns, logits.bias_factor, logits.class_bias
 
 
+def add_alive(refs: list[Any], tensor: Any) -> None:
+    """Add a weak reference to a list of references, and remove those whose tensors no longer exist."""
+    refs[:] = [ref for ref in refs if ref() is not None]
+    refs.append(weakref.ref(tensor))
+
+
 class Pending(DeferredTensor):
     """Base class of members; a derived class has :meth:`needed_stats`.
 
@@ -98,9 +104,7 @@ class Pending(DeferredTensor):
 
     def join(self) -> None:
         """Enter the list of the head call."""
-        pending = self.logits.pending
-        pending[:] = [ref for ref in pending if ref() is not None]
-        pending.append(weakref.ref(self))
+        add_alive(self.logits.pending, self)
 
     def leave(self) -> None:
         """Leave the lists: the values are not needed."""
