@@ -14,9 +14,9 @@ import torch
 
 from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Recipe, Step
-from dllm_kernels.deferred._logits import RULES, DeferredLogits, Overwritten, move_rule, rule
+from dllm_kernels.deferred._logits import RULES, DeferredLogits, move_rule, rule
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._record import ClassBias, logits_of
+from dllm_kernels.deferred._record import ClassBias, Overwritten, logits_of
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after
 from dllm_kernels.rows._dtypes import accum_dtype
 

@@ -21,7 +21,7 @@ from dllm_kernels import _checks
 from dllm_kernels._graph._call_state import CallState
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels._graph._private import constant_while_traced, disable_dynamo, transforms_active
-from dllm_kernels.deferred import _classes, _entropy, _maxima, _shifts, _sums, _term_rules  # noqa: F401  rules
+from dllm_kernels.deferred import _classes, _cross_entropy, _entropy, _maxima, _shifts, _sums, _term_rules  # noqa: F401  rules
 from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.head import _lora
 from dllm_kernels.head._in_head import _CLAIM, head_of

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,38 +21,16 @@ from dllm_kernels._graph._call_state import CallState, Versions
 from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
-from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after, target_ids
+from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
 from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, product_key, rows_key
-from dllm_kernels.deferred._record import NO_SHIFT, ClassBias, Shift, Stats
+from dllm_kernels.deferred._record import NO_SHIFT, ClassBias, Overwritten, Shift, Stats
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, not_narrowed
 
 Tensor = torch.Tensor
 ONE = Fraction(1)
-
-
-class Overwritten(NamedTuple):
-    """Rows of log-probabilities that were set to constants.
-
-    Attributes:
-        mask: True for these rows.
-        seen: the caller's mask, and its version.
-        fill: value of their classes.
-        ids: one class per row with another value, or None.
-        value: that value.
-    """
-
-    mask: Tensor
-    seen: tuple[Tensor, int]
-    fill: float
-    ids: Tensor | None = None
-    value: float = 0.0
-
-    def at(self, ids: Tensor) -> Tensor | float:
-        """Return the log-probabilities of classes, one per row, in these rows."""
-        return self.fill if self.ids is None else torch.where(self.ids == ids, self.value, self.fill)
 
 
 class Rows:
@@ -488,13 +466,9 @@ def _scaled(x: DeferredLogits, call: Call, factor: Fraction | None) -> Any:
     scale = x.scale * factor
     if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
         return NotImplemented
-    return x.elementwise(call.on, scale=scale, shift=x.shift.times(factor), class_bias=_scaled_bias(x))
-
-
-def _scaled_bias(x: DeferredLogits) -> ClassBias | None:
-    """Return the bias of logits that are multiplied by a number, which may make a low logit -inf."""
-    bias = x.class_bias
-    return bias if bias is None or bias.filled is None else ClassBias(bias.values, bias.filled, infinite=True)
+    return x.elementwise(
+        call.on, scale=scale, shift=x.shift.times(factor), class_bias=x.class_bias and x.class_bias.scaled()
+    )
 
 
 @rule("mul")
@@ -508,39 +482,6 @@ def _divided(x: DeferredLogits, call: Call) -> Any:
     return _scaled(x, call, factor and 1 / factor)
 
 
-@rule("tanh")
-def _capped(x: DeferredLogits, call: Call) -> Any:
-    """``tanh(s z)`` is ``s c tanh(z / c)`` for the cap ``c = 1 / s``."""
-    bias = NotImplemented if call.args or call.kwargs else bias_before_cap(x)
-    return bias if bias is NotImplemented else x.elementwise(call.on, cap=1 / x.scale, class_bias=bias, shift=NO_SHIFT)
-
-
-def bias_before_cap(x: DeferredLogits) -> Any:
-    """Return the bias of logits that get a soft cap, which a number that is added to them is a part of."""
-    bias = x.class_bias
-    if x.cap is not None or x.log_probs or x.skip is not None or x.fills_classes:
-        return NotImplemented
-    if x.shift.rows is not None or x.shift.best:
-        return NotImplemented
-    return added_bias(x, torch.full((), float(x.shift.number), device="cpu")) if x.shift.number else bias
-
-
-def added_bias(x: DeferredLogits, constants: Tensor) -> Any:
-    """Return the bias after constants ``[V]`` or ``[]`` were added to the logits; NotImplemented if not as exact."""
-    if x.cap is not None or any(t is not None and is_dtensor(t) for t in x.parts):
-        return NotImplemented
-    operands = x.rows()
-    dtype = operands.compute_dtype or operands.hidden.dtype
-    values = constants.to(x.device, accum_dtype(x.hidden.dtype)) / float(x.scale)
-    values = values.expand(x.shape[x.axis])
-    if dtype != accum_dtype(dtype):
-        exact = readable_without_sync(values) and bool((values.to(dtype) == values).all())
-        if operands.bias is not None or not exact:
-            return NotImplemented
-    before = x.class_bias
-    return ClassBias(values) if before is None else ClassBias(before.values + values, before.filled, before.infinite)
-
-
 @rule("mul_", "div_")
 def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     """Change the scale of these logits, if nothing else refers to their memory."""
@@ -551,7 +492,7 @@ def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     factor = 1 / factor if divides else factor
     return x.change(
         lambda z: z / value if divides else z * value, scale=x.scale * factor, shift=x.shift.times(factor),
-        class_bias=_scaled_bias(x),
+        class_bias=x.class_bias and x.class_bias.scaled(),
     )  # fmt: skip
 
 
@@ -573,71 +514,6 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
         return call.on(z).to(dtype)  # type: ignore[no-any-return]
 
     return x.elementwise(step, dtype, log_probs=True)
-
-
-@rule("cross_entropy", "nll_loss")
-def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
-    log_probs = call.function.__name__ == "nll_loss"
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    args = arguments(names, call.args, call.kwargs)
-    target = known_ids(args.get("target"))
-    unsupported = any(args.get(name) is not None for name in ("size_average", "reduce")) or not x.fusible
-    if log_probs != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported:
-        return NotImplemented
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        return NotImplemented
-    rows = x.shape[: x.axis] + x.shape[x.axis + 1 :]
-    reduction, ignored = args.get("reduction", "mean"), args.get("ignore_index", -100)
-    if target.shape != rows or reduction not in ("none", "sum", "mean") or takes_skipped(x, target):
-        return NotImplemented
-
-    def plain(z: Tensor) -> Tensor:
-        return call.function(z, torch.zeros(1, dtype=torch.long, device=z.device))  # type: ignore[no-any-return]
-
-    dtype = dtype_after(plain, x.dtype, x.device)
-    weight, smoothing = args.get("weight"), args.get("label_smoothing", 0.0)
-    if smoothing:
-        return NotImplemented if weight is not None else _smoothed(x, target, ignored, smoothing, reduction, dtype)
-    nll = DeferredNLL.of(x, target, ignored, dtype)
-    if weight is not None:
-        return _with_class_weights(nll, weight, reduction)
-    if reduction == "none":
-        return nll.result()
-    return nll.reduced(None if reduction == "sum" else (target != ignored).sum())
-
-
-def _with_class_weights(nll: DeferredNLL, weight: Any, reduction: str) -> Any:
-    """Multiply the NLL by the weight of its target; the mean is weighted, too."""
-    usable = type(weight) is Tensor and not weight.requires_grad and weight.shape == (nll.logits.classes,)
-    if not usable or weight.device != nll.device:
-        return NotImplemented
-    counted = nll.target != nll.ignore_index
-    each = torch.where(counted, weight[nll.target.clamp(0, len(weight) - 1)], 0.0)
-    if reduction == "mean":
-        each = each / each.sum()
-    weighted = nll.weighted(each, nll.dtype)
-    return weighted.result() if reduction == "none" else weighted.reduced()
-
-
-def _smoothed(
-    x: DeferredLogits, target: Tensor, ignored: int, smoothing: Any, reduction: str, dtype: torch.dtype
-) -> Any:
-    """Return the cross-entropy with smoothed labels, which needs the sum of all logits of a row."""
-    if not x.sums_classes or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
-        return NotImplemented
-    V, dropped = x.shape[x.axis], target == ignored
-
-    def values(stats: Stats) -> Tensor:
-        uniform = stats.lse - stats.total / V
-        nll: Tensor = -stats.log_probs[..., 0]
-        return torch.where(dropped, 0.0, (1 - smoothing) * nll + smoothing * uniform)
-
-    ids = target_ids(target, ignored)
-    check_target_range(readable_without_sync(target) or None, "targets", target, V, ignored)
-    each = stat(x, "smoothed", values, dtype, ids=ids, total=True)
-    if reduction == "none":
-        return each
-    return each.sum() if reduction == "sum" else each.sum() / (~dropped).sum()
 
 
 @rule("gather", "take_along_dim")

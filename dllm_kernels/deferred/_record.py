@@ -78,6 +78,28 @@ class Shift(NamedTuple):
 NO_SHIFT = Shift()
 
 
+class Overwritten(NamedTuple):
+    """Rows of log-probabilities that were set to constants.
+
+    Attributes:
+        mask: True for these rows.
+        seen: the caller's mask, and its version.
+        fill: value of their classes.
+        ids: one class per row with another value, or None.
+        value: that value.
+    """
+
+    mask: Tensor
+    seen: tuple[Tensor, int]
+    fill: float
+    ids: Tensor | None = None
+    value: float = 0.0
+
+    def at(self, ids: Tensor) -> Tensor | float:
+        """Return the log-probabilities of classes, one per row, in these rows."""
+        return self.fill if self.ids is None else torch.where(self.ids == ids, self.value, self.fill)
+
+
 class ClassBias:
     """Constants that are added to the bias of the head, before cap and scale.
 
@@ -95,6 +117,10 @@ class ClassBias:
         values = self.values if bias is None else bias + self.values
         finite = torch.finfo(dtype)
         return torch.where(values.isinf(), values, values.clamp(finite.min, finite.max)).to(dtype)
+
+    def scaled(self) -> ClassBias:
+        """Return the bias of logits that are multiplied by a number, which may make a low logit -inf."""
+        return self if self.filled is None else ClassBias(self.values, self.filled, infinite=True)
 
     def sliced(self, item: slice) -> ClassBias:
         """Return the bias of a slice of the classes."""

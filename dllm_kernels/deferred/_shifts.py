@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from dllm_kernels._checks import FLOAT_DTYPES
-from dllm_kernels._graph._plain import is_dtensor
-from dllm_kernels.deferred._logits import DeferredLogits, added_bias, bias_before_cap, rule  # fmt: skip
+from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
+from dllm_kernels.deferred._logits import DeferredLogits, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._pending import is_stat_of
-from dllm_kernels.deferred._record import Shift
+from dllm_kernels.deferred._record import NO_SHIFT, ClassBias, Shift
 from dllm_kernels.deferred._sums import combined
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -60,7 +60,7 @@ def _changes(x: DeferredLogits, value: Any, sign: int) -> dict[str, Any] | None:
         return {"shift": x.shift._replace(rows=value if x.shift.rows is None else x.shift.rows + value)}
     if value.numel() != x.shape[x.axis] or x.shift.best or x.skip_finite:
         return None
-    bias = added_bias(x, value.flatten())
+    bias = _added_bias(x, value.flatten())
     return None if bias is NotImplemented else {"class_bias": bias}
 
 
@@ -115,9 +115,42 @@ rule("add", "sub", "subtract")(_added)
 rule("add_", "sub_", "subtract_", "__iadd__", "__isub__")(_added_in_place)
 
 
+@rule("tanh")
+def _capped(x: DeferredLogits, call: Call) -> Any:
+    """``tanh(s z)`` is ``s c tanh(z / c)`` for the cap ``c = 1 / s``."""
+    bias = NotImplemented if call.args or call.kwargs else _bias_before_cap(x)
+    return bias if bias is NotImplemented else x.elementwise(call.on, cap=1 / x.scale, class_bias=bias, shift=NO_SHIFT)
+
+
+def _bias_before_cap(x: DeferredLogits) -> Any:
+    """Return the bias of logits that get a soft cap, which a number that is added to them is a part of."""
+    bias = x.class_bias
+    if x.cap is not None or x.log_probs or x.skip is not None or x.fills_classes:
+        return NotImplemented
+    if x.shift.rows is not None or x.shift.best:
+        return NotImplemented
+    return _added_bias(x, torch.full((), float(x.shift.number), device="cpu")) if x.shift.number else bias
+
+
+def _added_bias(x: DeferredLogits, constants: Tensor) -> Any:
+    """Return the bias after constants ``[V]`` or ``[]`` were added to the logits; NotImplemented if not as exact."""
+    if x.cap is not None or any(t is not None and is_dtensor(t) for t in x.parts):
+        return NotImplemented
+    operands = x.rows()
+    dtype = operands.compute_dtype or operands.hidden.dtype
+    values = constants.to(x.device, accum_dtype(x.hidden.dtype)) / float(x.scale)
+    values = values.expand(x.shape[x.axis])
+    if dtype != accum_dtype(dtype):
+        exact = readable_without_sync(values) and bool((values.to(dtype) == values).all())
+        if operands.bias is not None or not exact:
+            return NotImplemented
+    before = x.class_bias
+    return ClassBias(values) if before is None else ClassBias(before.values + values, before.filled, before.infinite)
+
+
 @rule("sigmoid", "special_expit")
 def _sigmoid(x: DeferredLogits, call: Call) -> Any:
-    bias = NotImplemented if call.args or call.kwargs else bias_before_cap(x)
+    bias = NotImplemented if call.args or call.kwargs else _bias_before_cap(x)
     if bias is NotImplemented:
         return NotImplemented
     half = Shift(Fraction(1, 2))
