@@ -24,16 +24,15 @@ from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
 from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, product_key, rows_key
-from dllm_kernels.deferred._record import NO_SHIFT, ClassBias, Overwritten, Shift, Stats
+from dllm_kernels.deferred._record import NO_SHIFT, Form, Stats
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, not_narrowed
 
 Tensor = torch.Tensor
-ONE = Fraction(1)
 
 
-class Rows:
+class Rows(Form):
     """Parts of deferred logits, and what is done to the logits; read in place of the logits by the NLL of rows.
 
     Attributes:
@@ -45,16 +44,6 @@ class Rows:
         axis: class dimension.
         state: autocast state of the head call.
         versions: detects changes of the hidden states and of the head's parameters.
-        scale: factor after the cap.
-        cap: soft cap, or None.
-        log_probs: True for log-probabilities.
-        bias_factor: factor of the bias, in sums of logits.
-        columns: classes of the head, None for all.
-        skip: class that is never predicted, because its logit is -inf or so low that its probability is 0, or None.
-        skip_finite: True if that logit is not -inf.
-        overwritten: rows of log-probabilities that were replaced, or None.
-        shift: numbers per row that are added to the logits.
-        class_bias: constants that are added to the bias of the head, or None.
         pending: statistics of logits of this head call that are not computed yet.
     """
 
@@ -67,16 +56,6 @@ class Rows:
     versions: Versions
     pending: list[Any]
     owner: Callable[[], Any]
-    scale: Fraction = ONE
-    cap: Fraction | None = None
-    log_probs: bool = False
-    bias_factor: Fraction = ONE
-    columns: range | None = None
-    skip: int | None = None
-    skip_finite: bool = False
-    overwritten: Overwritten | None = None
-    shift: Shift = NO_SHIFT
-    class_bias: ClassBias | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -87,18 +66,8 @@ class Rows:
     def logits_fields(self) -> dict[str, Any]:
         """Fields of the records that the head sets; float32 logits if constants are added, not to round them again."""
         fields: dict[str, Any] = self.head.logits_fields
-        added = self.class_bias is not None and self.class_bias.filled is None
-        return fields | {"logits_dtype": torch.float32} if added and self.hidden.dtype != torch.float64 else fields
-
-    @property
-    def softcap(self) -> float | None:
-        """Soft cap of the logits, or None."""
-        return None if self.cap is None else float(self.cap)
-
-    @property
-    def factor(self) -> float | None:
-        """Factor after the cap; None for 1."""
-        return None if self.scale == ONE else float(self.scale)
+        wider = self.adds_constants and self.hidden.dtype != torch.float64
+        return fields | {"logits_dtype": torch.float32} if wider else fields
 
     def restored(self) -> Any:
         """Restore the autocast state of the head call."""
@@ -109,12 +78,9 @@ class Rows:
         self.check_unchanged()
         with self.restored():
             head = self.head.weights(self.split_head, parts)
-        bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
-        if self.class_bias is not None:
-            bias = self.class_bias.added_to(bias, head.weight.dtype)
         logits = LinearLogits(
-            parts[0], head.weight, bias, head.extra, softcap=self.softcap, scale=self.factor, skip_id=self.skip,
-            compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
+            parts[0], head.weight, self.bias_of(head), head.extra, softcap=self.softcap, scale=self.factor,
+            skip_id=self.skip, compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
             **self.logits_fields,
         )  # fmt: skip
         return not_narrowed(logits)
@@ -152,10 +118,7 @@ class Rows:
         return copy
 
 
-FIELDS = (
-    "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs", "bias_factor", "columns",
-    "skip", "skip_finite", "overwritten", "pending", "shift", "class_bias",
-)  # fmt: skip
+FIELDS = "head", "split_head", "axis", "state", "versions", "needs", "pending", *Form.__annotations__
 
 
 class DeferredLogits(Rows, DeferredTensor):
@@ -195,22 +158,6 @@ class DeferredLogits(Rows, DeferredTensor):
     def fusible(self) -> bool:
         """True if an operation may compute from the hidden states, which have the digits of the logits."""
         return self.deferred and (self.dtype != torch.float64 or self.hidden.dtype == torch.float64)
-
-    @property
-    def is_plain(self) -> bool:
-        """True if no class was set and nothing was added."""
-        return self.skip is None and self.class_bias is None and not self.shift
-
-    @property
-    def fills_classes(self) -> bool:
-        """True if several classes were set; an op does not know that they have no gradient if they are targets."""
-        return self.class_bias is not None and self.class_bias.filled is not None
-
-    @property
-    def infinite(self) -> bool:
-        """True if a class has or may have a logit of -inf."""
-        skipped = self.skip is not None and not self.skip_finite
-        return skipped or (self.class_bias is not None and self.class_bias.infinite)
 
     @property
     def sums_classes(self) -> bool:

@@ -1,4 +1,4 @@
-"""Functions of records of logits, and numbers that are added to all logits of a row."""
+"""What is recorded of logits: statistics of rows, numbers that are added, and the form that these give the logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._logits import LinearLogits
+from dllm_kernels.rows._logits import Head, LinearLogits
 from dllm_kernels.rows._transform import transformed
 
 Tensor = torch.Tensor
@@ -125,6 +125,73 @@ class ClassBias:
     def sliced(self, item: slice) -> ClassBias:
         """Return the bias of a slice of the classes."""
         return ClassBias(self.values[item], None if self.filled is None else self.filled[item], self.infinite)
+
+
+ONE = Fraction(1)
+
+
+class Form:
+    """What is done to the logits of a head.
+
+    Attributes:
+        scale: factor after the cap.
+        cap: soft cap, or None.
+        log_probs: True for log-probabilities.
+        bias_factor: factor of the bias, in sums of logits.
+        columns: classes of the head, None for all.
+        skip: class that is never predicted, because its logit is -inf or so low that its probability is 0, or None.
+        skip_finite: True if that logit is not -inf.
+        overwritten: rows of log-probabilities that were replaced, or None.
+        shift: numbers per row that are added to the logits.
+        class_bias: constants that are added to the bias of the head, or None.
+    """
+
+    scale: Fraction = ONE
+    cap: Fraction | None = None
+    log_probs: bool = False
+    bias_factor: Fraction = ONE
+    columns: range | None = None
+    skip: int | None = None
+    skip_finite: bool = False
+    overwritten: Overwritten | None = None
+    shift: Shift = NO_SHIFT
+    class_bias: ClassBias | None = None
+
+    @property
+    def softcap(self) -> float | None:
+        """Soft cap of the logits, or None."""
+        return None if self.cap is None else float(self.cap)
+
+    @property
+    def factor(self) -> float | None:
+        """Factor after the cap; None for 1."""
+        return None if self.scale == ONE else float(self.scale)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if no class was set and nothing was added."""
+        return self.skip is None and self.class_bias is None and not self.shift
+
+    @property
+    def fills_classes(self) -> bool:
+        """True if several classes were set; an op does not know that they have no gradient if they are targets."""
+        return self.class_bias is not None and self.class_bias.filled is not None
+
+    @property
+    def infinite(self) -> bool:
+        """True if a class has or may have a logit of -inf."""
+        skipped = self.skip is not None and not self.skip_finite
+        return skipped or (self.class_bias is not None and self.class_bias.infinite)
+
+    @property
+    def adds_constants(self) -> bool:
+        """True if constants are added to the logits."""
+        return self.class_bias is not None and self.class_bias.filled is None
+
+    def bias_of(self, head: Head) -> Tensor | None:
+        """Return the bias of the logits of a head."""
+        bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
+        return bias if self.class_bias is None else self.class_bias.added_to(bias, head.weight.dtype)
 
 
 def logits_of(record: LinearLogits, classes: Tensor) -> Tensor:
