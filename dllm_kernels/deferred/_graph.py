@@ -170,9 +170,8 @@ class _Placeholder(PlainFunction):
 
     @staticmethod
     def forward(ctx: Any, cls: Any, meta: Tensor, device: Any, recipe: Any, sources: int, *tensors: Any) -> Any:
-        ctx.set_materialize_grads(False)  # no gradient of the values, and none of the parts
         ctx.recipe, ctx.sources = recipe, sources
-        ctx.set_materialize_grads(False)  # the gradients of the parts may pass another node
+        ctx.set_materialize_grads(False)  # the values may have no gradient, and those of the parts pass another node
         if not sources:
             ctx.save_for_backward(*tensors)
         return wrapper(cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device)

@@ -407,40 +407,30 @@ def _number(value: Any) -> Fraction | None:
     return Fraction(value)
 
 
-def _scaled(x: DeferredLogits, call: Call, factor: Fraction | None) -> Any:
-    if factor is None or x.log_probs or call.kwargs or x.skip_finite:
-        return NotImplemented
-    scale = x.scale * factor
-    if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
-        return NotImplemented
-    return x.elementwise(
-        call.on, scale=scale, shift=x.shift.times(factor), class_bias=x.class_bias and x.class_bias.scaled()
-    )
+def _rescaled(x: DeferredLogits, call: Call) -> dict[str, Any] | None:
+    """Return the changes of logits that are multiplied or divided by a positive number; None for any other call."""
+    factor = _number(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
+    if factor is None or x.log_probs or x.skip_finite:
+        return None
+    factor = 1 / factor if "div" in call.function.__name__ else factor
+    if not FACTOR_RANGE[0] < x.scale * factor < FACTOR_RANGE[1]:
+        return None
+    bias = x.class_bias and x.class_bias.scaled()
+    return {"scale": x.scale * factor, "shift": x.shift.times(factor), "class_bias": bias}
 
 
-@rule("mul")
-def _multiplied(x: DeferredLogits, call: Call) -> Any:
-    return _scaled(x, call, _number(call.args[0]) if len(call.args) == 1 else None)
-
-
-@rule("div")
-def _divided(x: DeferredLogits, call: Call) -> Any:
-    factor = _number(call.args[0]) if len(call.args) == 1 else None
-    return _scaled(x, call, factor and 1 / factor)
+@rule("mul", "div")
+def _scaled(x: DeferredLogits, call: Call) -> Any:
+    changes = _rescaled(x, call)
+    return NotImplemented if changes is None else x.elementwise(call.on, **changes)
 
 
 @rule("mul_", "div_")
 def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     """Change the scale of these logits, if nothing else refers to their memory."""
-    factor = _number(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
-    if factor is None or x.log_probs or x.skip_finite:
-        return NotImplemented
-    value, divides = call.args[0], "div" in call.function.__name__
-    factor = 1 / factor if divides else factor
-    return x.change(
-        lambda z: z / value if divides else z * value, scale=x.scale * factor, shift=x.shift.times(factor),
-        class_bias=x.class_bias and x.class_bias.scaled(),
-    )  # fmt: skip
+    changes, factor = _rescaled(x, call), call.args[0] if call.args else None
+    divides = "div" in call.function.__name__
+    return NotImplemented if changes is None else x.change(lambda z: z / factor if divides else z * factor, **changes)
 
 
 def on_classes(x: DeferredLogits, dim: Any) -> bool:
@@ -486,12 +476,9 @@ def known_ids(ids: Any) -> Any:
 
 def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
     """Return the ids that ``gather`` along the classes takes, with the classes last; None for any other call."""
-    if call.function.__name__ == "take_along_dim":
-        args = arguments(("indices", "dim"), call.args, call.kwargs)
-        args["index"] = args.get("indices")
-    else:
-        args = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
-    index = known_ids(args.get("index"))
+    along = call.function.__name__ == "take_along_dim"
+    args = arguments(("indices", "dim") if along else ("dim", "index", "sparse_grad"), call.args, call.kwargs)
+    index = known_ids(args.get("indices" if along else "index"))
     usable = x.fusible and on_classes(x, args.get("dim"))
     if not usable or not isinstance(index, Tensor) or args.get("sparse_grad"):
         return None

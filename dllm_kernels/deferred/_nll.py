@@ -17,8 +17,9 @@ from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
+from dllm_kernels.deferred._affine import VALUES, AffineRows, active_rows, affine_of
 from dllm_kernels.deferred._expressions import RowFunction, row_numbers, row_values, weighted_rows
-from dllm_kernels.deferred._graph import Recipe, Step, become, in_graph
+from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._pending import NeededStats, Pending, add_alive, compute
 from dllm_kernels.deferred._record import Stats
 from dllm_kernels.deferred._tensor import meta_after, replaced
@@ -28,7 +29,7 @@ Tensor = torch.Tensor
 NO_INDEX = -(2**31)  # ignore_index of log-probabilities, for which no id is ignored
 
 
-class DeferredNLL(Pending):
+class DeferredNLL(AffineRows):
     """Weighted NLL of rows, ``factor * row_weights * nll + offset``, summed over the last dimension of the rows or not.
 
     Parts: those of the logits, with the classes as the last dimension.
@@ -39,23 +40,12 @@ class DeferredNLL(Pending):
         logits: a copy of the attributes of the logits that the rows are from.
         target: integers, one per row.
         ignore_index: target with NLL 0.
-        row_weights: constants, one per row, in the dtype of the sum, or None.
-        factor: a number.
-        offset: constants in the shape of this tensor, or None.
-        finite: constants whose product with the NLL is the input of ``nan_to_num``, before all else; None: there is no
-            ``nan_to_num``.
-        summed: True if the rows ``target`` have one dimension more than this tensor, over which it is a sum.
         function: function whose value takes the place of the NLL, with the index of the row as the target; or None.
     """
 
     logits: Any
     target: Tensor
     ignore_index: int
-    row_weights: Tensor | None
-    factor: float
-    offset: Tensor | None
-    finite: Tensor | None
-    summed: bool
     function: RowFunction | None
 
     @classmethod
@@ -63,8 +53,7 @@ class DeferredNLL(Pending):
         """Return the NLL of logits with the classes in any dimension."""
         nll = cls._new(
             logits.classes_last(), dtype, logits=logits.copied(), target=target.detach().clone(),
-            ignore_index=ignore_index, row_weights=None, factor=factor, offset=None,
-            finite=None, summed=False, function=None,
+            ignore_index=ignore_index, function=None, **VALUES | {"factor": factor},
         )  # fmt: skip
         if logits.overwritten is None:
             return nll
@@ -78,8 +67,7 @@ class DeferredNLL(Pending):
         """Return the value of a function of each row of logits with the classes last, computed from ``parts``."""
         target = row_numbers(logits.shape[:-1], logits.device)
         return cls._new(
-            parts, dtype, logits=logits.copied(), target=target, ignore_index=NO_INDEX, row_weights=None, factor=1.0,
-            offset=None, finite=None, summed=False, function=function,
+            parts, dtype, logits=logits.copied(), target=target, ignore_index=NO_INDEX, function=function, **VALUES
         )  # fmt: skip
 
     @classmethod
@@ -103,8 +91,8 @@ class DeferredNLL(Pending):
 
     def needed_stats(self) -> NeededStats:
         """Return the statistics that the NLL needs of a pass that computes others too."""
-        fields, ids = {name: getattr(self, name) for name in AFFINE}, target_ids(self.target, self.ignore_index)
-        return NeededStats(lambda stats: _affine(-stats.log_probs[..., 0], self.dtype, **fields), ids)
+        fields, ids = {name: getattr(self, name) for name in VALUES}, target_ids(self.target, self.ignore_index)
+        return NeededStats(lambda stats: affine_of(-stats.log_probs[..., 0], self.dtype, **fields), ids)
 
     def result(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
@@ -143,39 +131,6 @@ class DeferredNLL(Pending):
             return finish(self.materialize("nan_to_num").sum() / divisor if infinite else out.loss)
         return total.result()
 
-    def constant(self, value: Tensor | float) -> Tensor:
-        """Return a copy of a constant in this tensor's shape, in the dtype of the sum."""
-        dtype = accum_dtype(self.logits.hidden.dtype)
-        if isinstance(value, Tensor):
-            tensor = value.detach().to(self.device, torch.promote_types(dtype, value.dtype), copy=True)
-        else:
-            tensor = torch.full((), value, dtype=dtype, device=self.device)
-        return tensor.expand(self.shape)
-
-    def expand_to_rows(self, constant: Tensor) -> Tensor:
-        """Expand a constant in this tensor's shape to the rows."""
-        return constant.unsqueeze(-1).expand(self.target.shape) if self.summed else constant
-
-    def times(self, factor: float) -> Any:
-        """Return the product with a number."""
-        return self.changed(factor=self.factor * factor, offset=None if self.offset is None else self.offset * factor)
-
-    def weighted(self, weights: Tensor, dtype: torch.dtype) -> Any:
-        """Return the product with constants, in a dtype."""
-        weights = self.constant(weights)
-        offset = None if self.offset is None else self.offset * weights
-        weights = self.expand_to_rows(weights)
-        weights = weights if self.row_weights is None else self.row_weights * weights
-        return self.changed(row_weights=weights, offset=offset, dtype=dtype)
-
-    def masked(self, keep: Tensor, fill: Any, dtype: torch.dtype | None = None) -> Any:
-        """Return the NLL with ``fill``, a number or constants, where ``keep`` is False; NaN there does not count."""
-        weights = torch.where(self.expand_to_rows(keep.expand(self.shape)), self.coefficients(), 0.0)
-        offset = self.offset
-        if offset is not None or isinstance(fill, Tensor) or fill != 0:
-            offset = torch.where(keep, 0.0 if offset is None else offset, self.constant(fill))
-        return self.changed(row_weights=weights, factor=1.0, offset=offset, dtype=dtype)
-
     def plus(self, other: Any) -> Any:
         """Return the sum with an NLL of the same rows and targets; None for any other."""
         if any(getattr(self, name) is not getattr(other, name) for name in ("target", "logits", "finite", "function")):
@@ -188,13 +143,6 @@ class DeferredNLL(Pending):
         dtype = torch.promote_types(self.dtype, other.dtype)
         weights = self.coefficients() + other.coefficients()
         return self.changed(row_weights=weights, factor=1.0, offset=offset, dtype=dtype)
-
-    def coefficients(self) -> Tensor:
-        """Return factor times weight of each row."""
-        if self.factor == 1 and self.row_weights is not None:
-            return self.row_weights
-        weights = self.expand_to_rows(self.constant(self.factor))
-        return weights if self.row_weights is None else weights * self.row_weights
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Any:
         """Apply a move of rows, which must also accept tensors with more trailing dimensions than this one."""
@@ -299,10 +247,7 @@ class DeferredSum(Pending):
                 parts = self.graph_parts if self.filled() is self.parts else self.tapped()  # with values freed since
                 self.receive(self.finish(self.weighted(parts).loss))
         else:
-            with plainly(), torch.enable_grad():
-                if self.grad_fn is not self._node:  # a Function marked this sum as dirty
-                    self._value, self._node = in_graph(self, self._value.detach()), self.grad_fn
-                    self._linked = self._value.grad_fn
+            self.sync()
         return self._value  # type: ignore[return-value]
 
     def receive(self, value: Tensor) -> None:
@@ -310,17 +255,9 @@ class DeferredSum(Pending):
         with plainly():
             self._value = value
             self.detach_()
-        self.link()
+        self.sync()
         released = ("graph_parts", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
         vars(self).update(dict.fromkeys(released), parts=())
-
-    def link(self) -> None:
-        """Take the graph of the value, which an operation in place changes."""
-        value: Any = self._value
-        if value.requires_grad and value.grad_fn is not self._linked:
-            with plainly():
-                become(self, value)
-                self._node, self._linked = self.grad_fn, value.grad_fn
 
     @classmethod
     @disable_dynamo
@@ -346,7 +283,7 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     kwargs = kwargs or {}
     result = func(*replaced(args, value), **dict(zip(kwargs, replaced(kwargs.values(), value), strict=True)))
     for x in sums:
-        x.link()
+        x.sync()
     return next((x for x in sums if x._value is result), result)  # such as x.to(x.dtype), which is x
 
 
@@ -364,8 +301,7 @@ def target_ids(target: Tensor, ignore_index: int) -> Tensor:
     return target.masked_fill(target == -100, -1).masked_fill(target == ignore_index, -100).unsqueeze(-1)
 
 
-FIELDS = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed", "function"
-AFFINE = "row_weights", "factor", "offset", "finite", "summed"
+FIELDS = "logits", "target", "ignore_index", "function", *VALUES
 PER_ROW = "target", "row_weights", "finite"
 
 
@@ -373,32 +309,12 @@ def _values(
     parts: Any, logits: Any, target: Tensor, ignore_index: int, function: RowFunction | None, dtype: torch.dtype,
     **affine: Any,
 ) -> Tensor:  # fmt: skip
-    active = _active(**affine)
+    active = active_rows(**affine)
     record, checks = logits.rows_of(parts), readable_without_sync(target) or None  # as torch checks them
     if function is not None:
-        return _affine(row_values(record, function, target, active), dtype, **affine)
+        return affine_of(row_values(record, function, target, active), dtype, **affine)
     nll = ops.token_nll(record, target, ignore_index=ignore_index, active=active, check_targets=checks).nll
-    return _affine(nll, dtype, **affine)
-
-
-def _active(row_weights: Tensor | None, finite: Tensor | None, **_: Any) -> Tensor | None:
-    """Return a mask of the rows whose coefficient is not 0; None if all rows count."""
-    constants = [t for t in (finite, row_weights) if t is not None]
-    return functools.reduce(torch.mul, [t != 0 for t in constants]) if constants else None
-
-
-def _affine(
-    nll: Tensor, dtype: torch.dtype, *, row_weights: Tensor | None, factor: float, offset: Tensor | None,
-    finite: Tensor | None, summed: bool,
-) -> Tensor:  # fmt: skip
-    """Return the affine function of the NLL; NaN in rows without a coefficient do not count."""
-    active = _active(row_weights, finite)
-    nll = (nll if active is None else torch.where(active, nll, 0.0)).to(dtype)
-    nll = nll if finite is None else (nll * finite).to(dtype).nan_to_num()
-    nll = nll if factor == 1 else nll * factor
-    nll = nll if row_weights is None else (nll * row_weights).to(dtype)
-    nll = nll.sum(-1) if summed else nll
-    return nll if offset is None else (nll + offset).to(dtype)
+    return affine_of(nll, dtype, **affine)
 
 
 def dtype_after(function: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> torch.dtype:
