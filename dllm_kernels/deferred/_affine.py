@@ -70,6 +70,19 @@ class AffineRows(Pending):
             offset = torch.where(keep, 0.0 if offset is None else offset, self.constant(fill))
         return self.changed(row_weights=weights, factor=1.0, offset=offset, dtype=dtype)
 
+    def plus(self, other: Any) -> Any:
+        """Return the sum with an NLL of the same rows and targets; None for any other."""
+        if any(getattr(self, name) is not getattr(other, name) for name in ("target", "logits", "finite", "function")):
+            return None
+        if self.summed != other.summed or self.needs_grad != other.needs_grad:
+            return None
+        offset = other.offset if self.offset is None else self.offset
+        if offset is not None and self.offset is not None and other.offset is not None:
+            offset = self.offset + other.offset
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        weights = self.coefficients() + other.coefficients()
+        return self.changed(row_weights=weights, factor=1.0, offset=offset, dtype=dtype)
+
     def coefficients(self) -> Tensor:
         """Return factor times weight of each row."""
         if self.factor == 1 and self.row_weights is not None:

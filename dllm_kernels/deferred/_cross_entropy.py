@@ -8,10 +8,11 @@ import torch
 
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
-from dllm_kernels.deferred._logits import DeferredLogits, known_ids, rule, stat, takes_skipped
+from dllm_kernels.deferred._logits import DeferredLogits, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import DeferredNLL, dtype_after, target_ids
 from dllm_kernels.deferred._record import Stats
+from dllm_kernels.deferred._stat_rules import known_ids, stat, takes_skipped
 from dllm_kernels.deferred._tensor import arguments
 
 Tensor = torch.Tensor

@@ -12,21 +12,12 @@ import torch.nn.functional as F
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred._graph import Step
-from dllm_kernels.deferred._logits import (
-    RULES,
-    DeferredLogits,
-    class_dim,
-    class_ids,
-    on_classes,
-    picked,
-    rule,
-    stat,
-    takes_skipped,
-)  # fmt: skip
+from dllm_kernels.deferred._logits import RULES, DeferredLogits, on_classes, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, is_stat_of
 from dllm_kernels.deferred._record import NO_SHIFT, Stats
+from dllm_kernels.deferred._stat_rules import class_dim, class_ids, picked, stat, takes_skipped
 from dllm_kernels.deferred._sums import negative
 from dllm_kernels.deferred._tensor import arguments
 from dllm_kernels.deferred._terms import Term

@@ -21,7 +21,7 @@ from dllm_kernels import _checks
 from dllm_kernels._graph._call_state import CallState
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels._graph._private import constant_while_traced, disable_dynamo, transforms_active
-from dllm_kernels.deferred import _classes, _cross_entropy, _entropy, _maxima, _shifts, _sums, _term_rules  # noqa: F401  rules
+from dllm_kernels.deferred import _classes, _cross_entropy, _entropy, _maxima, _shifts, _stat_rules, _sums, _term_rules  # noqa: F401  rules
 from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.head import _lora
 from dllm_kernels.head._in_head import _CLAIM, head_of
@@ -81,21 +81,16 @@ class FusedHead:
                 self._note_compiled()
             return plain()
         dual = forward_ad.unpack_dual(input).tangent is not None  # type: ignore[no-untyped-call]
-        if dual or transforms_active():
-            self.report("a transform of torch.func or forward-mode autograd", self._shape(input))
-            return plain()
-        if freed_after_forward(self.unit):
-            self.report(OWN_UNIT, self._shape(input))
-            return plain()
         split, state = _lora.split(self.module), CallState.now(input)
+        transformed = "a transform of torch.func or forward-mode autograd" if dual or transforms_active() else None
+        if use := transformed or (OWN_UNIT if freed_after_forward(self.unit) else None):
+            self.report(use, torch.Size((*input.shape[:-1], split.out_features)))
+            return plain()
         cast = None if input.dtype == torch.float64 else state.autocast
         low_rank, parameters = _lora.low_rank_rows(split, input), split.parameters()
         if not is_dtensor(input):
             parameters = [gathered_once(t, input) if is_dtensor(t) else t for t in parameters]  # type: ignore[arg-type]
         return DeferredLogits.from_head(self, split, (input, low_rank, *parameters), state, cast or input.dtype)
-
-    def _shape(self, input: torch.Tensor) -> torch.Size:
-        return torch.Size((*input.shape[:-1], _lora.split(self.module).out_features))
 
     def weights(self, split: _lora.SplitHead, parts: Sequence[Any]) -> Head:
         """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
@@ -114,13 +109,11 @@ class FusedHead:
     # A function marked as constant is called while a graph is traced, once for each graph. Dynamo would wrap an error
     # of this call in its own, so a call that is not traced raises it when the model runs. The functions of
     # torch.compiler that do this import torch._dynamo, which takes seconds.
-    @constant_while_traced
-    def _note_compiled(self) -> None:
+    def _report_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))
 
-    @disable_dynamo
-    def _refuse_compiled(self) -> None:
-        self.report(COMPILED, torch.Size(()))
+    _note_compiled = constant_while_traced(_report_compiled)
+    _refuse_compiled = disable_dynamo(_report_compiled)
 
     def report(self, use: str, shape: torch.Size) -> None:
         """Count a computation of the logits; warn or raise as ``on_logits`` says.

@@ -14,10 +14,11 @@ import torch
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred._entropy import EXP, LOG_P, P
 from dllm_kernels.deferred._graph import Recipe, Step
-from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_dim, on_classes, picked, rule, stat
+from dllm_kernels.deferred._logits import RULES, DeferredLogits, on_classes, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._pending import DeferredStat, add_alive
 from dllm_kernels.deferred._record import Stats
+from dllm_kernels.deferred._stat_rules import class_dim, picked, stat
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
 from dllm_kernels.deferred._terms import Term
 from dllm_kernels.ops.linear_sample import largest_of

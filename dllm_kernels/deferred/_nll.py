@@ -131,28 +131,18 @@ class DeferredNLL(AffineRows):
             return finish(self.materialize("nan_to_num").sum() / divisor if infinite else out.loss)
         return total.result()
 
-    def plus(self, other: Any) -> Any:
-        """Return the sum with an NLL of the same rows and targets; None for any other."""
-        if any(getattr(self, name) is not getattr(other, name) for name in ("target", "logits", "finite", "function")):
-            return None
-        if self.summed != other.summed or self.needs_grad != other.needs_grad:
-            return None
-        offset = other.offset if self.offset is None else self.offset
-        if offset is not None and self.offset is not None and other.offset is not None:
-            offset = self.offset + other.offset
-        dtype = torch.promote_types(self.dtype, other.dtype)
-        weights = self.coefficients() + other.coefficients()
-        return self.changed(row_weights=weights, factor=1.0, offset=offset, dtype=dtype)
-
     def moved(self, move: Callable[[Tensor], Tensor]) -> Any:
         """Apply a move of rows, which must also accept tensors with more trailing dimensions than this one."""
-        h, u, *rest = self.tapped()
-        fields = {name: getattr(self, name) for name in FIELDS}
-        fields |= {name: move(fields[name]) for name in (*PER_ROW, "offset") if fields[name] is not None}
-        parts = move(h), None if u is None else move(u), *rest  # type: ignore[arg-type]
         meta, is_view = meta_after(move, self) or (None, False)
         recipe = Step(move, self.logits.restored, [self]) if is_view else None  # a copy reads only its rows
-        return self._new(parts, self.dtype, recipe, meta if is_view else None, **fields)
+        offset = None if self.offset is None else move(self.offset)
+        return self._with_rows(move, recipe, meta if is_view else None, offset=offset)
+
+    def _with_rows(self, move: Callable[[Tensor], Tensor], recipe: Any = None, meta: Any = None, **changes: Any) -> Any:
+        h, u, *rest = self.tapped()
+        fields = {name: getattr(self, name) for name in FIELDS} | changes
+        fields |= {name: move(fields[name]) for name in PER_ROW if fields[name] is not None}
+        return self._new((move(h), None if u is None else move(u), *rest), self.dtype, recipe, meta, **fields)  # type: ignore[arg-type]
 
     def summed_over(self, dims: Sequence[int], factor: float = 1.0) -> Any:
         """Return the sum over some dimensions, times a number."""
@@ -161,12 +151,8 @@ class DeferredNLL(AffineRows):
         def rows(t: Tensor) -> Tensor:
             return t.movedim(tuple(dims), tuple(range(first, self.ndim))).flatten(first, self.ndim - 1 + self.summed)
 
-        h, u, *rest = self.tapped()
-        fields = {name: getattr(self, name) for name in FIELDS} | {"summed": True, "factor": self.factor * factor}
-        fields |= {name: rows(fields[name]) for name in PER_ROW if fields[name] is not None}
-        if self.offset is not None:
-            fields["offset"] = self.offset.sum(tuple(dims)) * factor
-        return self._new((rows(h), None if u is None else rows(u), *rest), self.dtype, **fields)  # type: ignore[arg-type]
+        offset = None if self.offset is None else self.offset.sum(tuple(dims)) * factor
+        return self._with_rows(rows, summed=True, factor=self.factor * factor, offset=offset)
 
     def unsqueezed(self, dim: int) -> Any:
         """Return the NLL with a new dimension at ``dim``, not negative."""

@@ -57,11 +57,6 @@ WHOLE = (
 )  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
-# Attributes of one tensor, which tensors computed from it do not inherit.
-STATE = {
-    "meta", "_device", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
-    "_gradient_requested", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
-}  # fmt: skip
 
 
 class UnknownArgumentError(Exception):
@@ -85,18 +80,18 @@ class DeferredTensor(Tensor, Deferred):
     needs: tuple[bool, ...]
     sources: tuple[DeferredTensor, ...]
     _recipe: Any  # of the values
-    _dense: Tensor | None  # values without a graph
-    _value: Tensor | None  # values in the graph of this tensor as it was when `_node` was its grad_fn
-    _node: Any
-    _linked: Any  # grad_fn of the values when the graph of this tensor was last that of its values
-    _tapped: tuple[Tensor | None, ...] | None
     _derived: list[weakref.ref[DeferredTensor]]
-    _gradient_requested: bool  # by a hook of the user, or retain_grad
-    _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
-    _leaf_view: bool  # a leaf that requires a gradient, as torch makes views without gradients enabled
-    _node_read: bool  # its grad_fn was read, and may therefore have hooks
-    _changed_view: DeferredTensor | None  # that a Function may have marked as dirty, kept until the next `sync`
-    _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
+    _dense: Tensor | None = None  # values without a graph
+    _value: Tensor | None = None  # values in the graph of this tensor as it was when `_node` was its grad_fn
+    _node: Any = None
+    _linked: Any = None  # grad_fn of the values when the graph of this tensor was last that of its values
+    _tapped: tuple[Tensor | None, ...] | None = None
+    _gradient_requested: bool = False  # by a hook of the user, or retain_grad
+    _checkpointed: bool = False  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
+    _leaf_view: bool = False  # a leaf that requires a gradient, as torch makes views without gradients enabled
+    _node_read: bool = False  # its grad_fn was read, and may therefore have hooks
+    _changed_view: DeferredTensor | None = None  # that a Function may have marked dirty, kept until the next `sync`
+    _copy: bool = False  # has the values of a tensor that requires a gradient; a Function or torch may make its graph
 
     @classmethod
     def create(cls, meta: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
@@ -110,10 +105,8 @@ class DeferredTensor(Tensor, Deferred):
         with _normal() if inference else contextlib.nullcontext():  # for DTensors
             detached = tuple([None if t is None else t.detach() for t in parts])
         vars(tensor).update(
-            attributes, meta=meta, _device=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
-            _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_requested=False, _copy=False,
-            _checkpointed=False, _leaf_view=False, _node_read=False, _changed_view=None,
-        )  # fmt: skip
+            attributes, meta=meta, _device=device, parts=detached, sources=tuple(sources), _recipe=recipe, _derived=[]
+        )
         for source in sources:
             source._derived.append(weakref.ref(tensor))
         return tensor
@@ -183,14 +176,9 @@ class DeferredTensor(Tensor, Deferred):
         if self._value is not None:
             return self._value.detach()
         if self._dense is None:
-            if self.sources:
-                for source in self.sources:
-                    source.dense(use)
-                values = self._recipe.values()
-            else:
+            if not self.sources:
                 self.before_values(use)
-                values = self._recipe.values(self.filled())
-            self._dense = self._laid_out(values)
+            self._dense = self._laid_out(self._recipe.values(use if self.sources else self.filled()))
         return self._dense
 
     def _laid_out(self, t: Tensor) -> Tensor:
@@ -320,6 +308,8 @@ class DeferredTensor(Tensor, Deferred):
         with plainly():
             if other.requires_grad:
                 _graph.become(self, other)
+        for name in vars(self).keys() & STATE:
+            del vars(self)[name]
         vars(self).update({**vars(other), "_derived": [], "_tapped": None, "_copy": True})
         for source in self.sources:
             source._derived.append(weakref.ref(self))
@@ -435,6 +425,10 @@ class DeferredTensor(Tensor, Deferred):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+# Attributes of one tensor, which tensors computed from it do not inherit.
+STATE = DeferredTensor.__annotations__.keys() - {"needs"}
 
 
 def replaced(values: Iterable[Any], function: Callable[[Any], Any]) -> list[Any]:
