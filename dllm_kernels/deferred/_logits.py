@@ -327,7 +327,7 @@ def like(_: Any, call: Call) -> Any:
 def _joined(parts: Any, call: Call) -> Any:
     args = arguments(("dim",), call.args, call.kwargs)
     dim, stacks = args.pop("dim", 0), call.function.__name__ == "stack"
-    if args or not all(isinstance(z, DeferredLogits) and _alike(z, parts[0]) for z in parts):
+    if args or not all(isinstance(z, DeferredLogits) and _joins(z, parts[0]) for z in parts):
         return NotImplemented
     first = parts[0]
     dim %= first.ndim + stacks
@@ -344,13 +344,16 @@ def _joined(parts: Any, call: Call) -> Any:
     return first.after(parts, joined, (hidden, low_rank, *tapped[0][2:]), axis=axis, owns=True)
 
 
-def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
-    fields = (
-        "source", "axis", "state", "dtype", "log_probs", "logits_fields", "needs", "needs_grad", "skip", "skip_finite",
-        "shift",
-    )  # fmt: skip
+def alike(x: DeferredLogits, y: DeferredLogits, *more: str) -> bool:
+    """Return True for logits of one head that were computed in the same way, but for their form."""
+    fields = ("columns", "axis", "state", "dtype", "logits_fields", "needs", "needs_grad", *more)
+    same = x.split_head.identity == y.split_head.identity and x.hidden.dtype == y.hidden.dtype
+    return same and all(getattr(x, name) == getattr(y, name) for name in fields)
+
+
+def _joins(x: DeferredLogits, y: DeferredLogits) -> bool:
     same_rows = x.overwritten is None and x.shift.rows is None and y.shift.rows is None
-    return x.deferred and same_rows and all(getattr(x, name) == getattr(y, name) for name in fields)
+    return x.deferred and same_rows and alike(x, y, "source", "log_probs", "skip", "skip_finite", "shift")
 
 
 def _same_device(value: Any, device: torch.device) -> bool:

@@ -85,14 +85,7 @@ def along(name: str, place: int, default: Any = 0, removes: bool = False) -> Cal
         if value is None:  # roll without dims
             return None
         dims = [d % len(shape) for d in ([value] if isinstance(value, int) else value)]
-        if axis in dims:
-            return None
-        args = list(call.args)
-        if len(args) > place:
-            args[place] = dims[0] if isinstance(value, int) else dims
-        kwargs = call.kwargs | ({name: dims[0] if isinstance(value, int) else dims} if name in call.kwargs else {})
-        new = axis - sum(d < axis for d in dims) if removes else axis
-        return Move(lambda t: call.function(t, *args, **kwargs), new)
+        return None if axis in dims else Move(call.on, axis - removes * sum(d < axis for d in dims))
 
     return move
 

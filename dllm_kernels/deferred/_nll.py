@@ -250,11 +250,7 @@ class DeferredSum(Pending):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call_with_values(func, args, kwargs)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return _call_with_values(func, args, kwargs)
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
 
 def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:

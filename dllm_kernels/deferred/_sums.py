@@ -15,7 +15,7 @@ import torch
 from dllm_kernels._checks import FACTOR_RANGE
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred import _logits
-from dllm_kernels.deferred._logits import DeferredLogits, rule
+from dllm_kernels.deferred._logits import DeferredLogits, alike, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, is_lse_of
@@ -52,7 +52,7 @@ def combined(x: DeferredLogits, call: Call) -> Any:
         return x.after([x], normalized, meta=meta, owns=True, log_probs=True, shift=NO_SHIFT)
     if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
         return NotImplemented
-    if not _alike(first, second):  # type: ignore[arg-type]
+    if not alike(first, second):  # type: ignore[arg-type]
         return NotImplemented
     factor = Fraction(alpha) * second.scale / first.scale * (1 if name == "add" else -1)  # type: ignore[union-attr]
     if not abs(factor) < FACTOR_RANGE[1]:
@@ -68,13 +68,6 @@ def combined(x: DeferredLogits, call: Call) -> Any:
     return first.after(  # type: ignore[union-attr]
         [first, second], step, (hidden, low_rank, *rest), bias_factor=bias_factor, owns=True
     )
-
-
-def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
-    """Return True for logits of one head that were computed in the same way, but for their factors."""
-    fields = ("columns", "axis", "state", "dtype", "logits_fields", "needs", "needs_grad")
-    same = x.split_head.identity == y.split_head.identity and x.hidden.dtype == y.hidden.dtype
-    return same and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 
 @rule("neg")

@@ -35,8 +35,10 @@ ALIASES = {
     "__neg__": "neg", "negative": "neg", "__imul__": "mul_", "__idiv__": "div_", "multiply_": "mul_",
     "__itruediv__": "div_", "true_divide_": "div_", "divide_": "div_",
 }  # fmt: skip
-CHANGES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")
-IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in CHANGES))
+IN_PLACE = (
+    "__setitem__",
+    *(f"__i{name}__" for name in ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow"]),
+)
 # Answered by torch, which does not need the values for them.
 KNOWN = (
     "__delete__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "backward", "dim", "element_size",
@@ -506,11 +508,10 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     with plainly():
         if changed.is_leaf and changed.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    plain = _pytree.tree_map(lambda x: x if x is changed else _plain(x, name), (args, kwargs))
 
     def change(values: Tensor) -> None:
-        plain_args, plain_kwargs = _pytree.tree_map(lambda x: values if x is changed else x, plain)
-        func(*plain_args, **plain_kwargs)
+        plain = _pytree.tree_map(lambda x: values if x is changed else _plain(x, name), (args, kwargs))
+        func(*plain[0], **plain[1])
 
     changed.in_place(name, change)
     return None if name == "__setitem__" else changed
