@@ -35,10 +35,8 @@ ALIASES = {
     "__neg__": "neg", "negative": "neg", "__imul__": "mul_", "__idiv__": "div_", "multiply_": "mul_",
     "__itruediv__": "div_", "true_divide_": "div_", "divide_": "div_",
 }  # fmt: skip
-IN_PLACE = (
-    "__setitem__",
-    *(f"__i{name}__" for name in ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow"]),
-)
+CHANGES = "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow"
+IN_PLACE = "__setitem__", *(f"__i{name}__" for name in CHANGES)
 # Answered by torch, which does not need the values for them.
 KNOWN = (
     "__delete__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "backward", "dim", "element_size",
