@@ -109,11 +109,13 @@ class FusedHead:
     # A function marked as constant is called while a graph is traced, once for each graph. Dynamo would wrap an error
     # of this call in its own, so a call that is not traced raises it when the model runs. The functions of
     # torch.compiler that do this import torch._dynamo, which takes seconds.
-    def _report_compiled(self) -> None:
+    @constant_while_traced
+    def _note_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))
 
-    _note_compiled = constant_while_traced(_report_compiled)
-    _refuse_compiled = disable_dynamo(_report_compiled)
+    @disable_dynamo
+    def _refuse_compiled(self) -> None:
+        self.report(COMPILED, torch.Size(()))
 
     def report(self, use: str, shape: torch.Size) -> None:
         """Count a computation of the logits; warn or raise as ``on_logits`` says.
