@@ -20,18 +20,20 @@ def own_graph() -> contextlib.AbstractContextManager[Any]:
     """
     if torch.compiler.is_compiling() or not saved_tensors_hooks_enabled():
         return contextlib.nullcontext()  # there are no hooks, and setting any would raise
-    return torch.autograd.graph.saved_tensors_hooks(_with_version, _unchanged)
+    return torch.autograd.graph.saved_tensors_hooks(with_version, unchanged)
 
 
 class ModifiedError(RuntimeError):
     """A tensor that a backward pass needs was modified in place; without hooks, torch raises a RuntimeError."""
 
 
-def _with_version(t: Tensor) -> tuple[Tensor, int]:
+def with_version(t: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor and the version of its values."""
     return t, 0 if t.is_inference() else t._version
 
 
-def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+def unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """Return the tensor of :func:`with_version`, or raise if it was modified since."""
     t, version = saved
     if not t.is_inference() and t._version != version:
         raise ModifiedError(

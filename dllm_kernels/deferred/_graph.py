@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from dllm_kernels._graph._own_graph import ModifiedError, own_graph
-from dllm_kernels._graph._private import PlainFunction, plainly, preserve_version, wrapper
+from dllm_kernels._graph._own_graph import ModifiedError, own_graph, unchanged, with_version
+from dllm_kernels._graph._private import PlainFunction, plainly, preserve_version, same_storage, wrapper
 
 aten = torch.ops.aten
 Parts = Sequence[Tensor | None]
@@ -38,15 +38,19 @@ class Recipe:
         self.compute, self.restored, self.needs = compute, restored, needs
         self._graph: Any = None
 
-    def values(self, parts: Parts) -> Tensor:
+    def values(self, parts: Any) -> Tensor:
         """Compute the values; the graph of this computation serves :meth:`gradients`."""
         with torch.inference_mode(False), torch.set_grad_enabled(any(self.needs)), self.restored(), own_graph():
-            pairs = zip(parts, self.needs, strict=True)
-            leaves = [t if t is None else t.detach().requires_grad_() if need else t.detach() for t, need in pairs]
+            leaves = self.leaves(parts)
             out = self.compute(leaves)
             if out.requires_grad:
                 self._graph = leaves, get_gradient_edge(out)
         return out.detach()
+
+    def leaves(self, parts: Any) -> list[Any]:
+        """Return what the values are computed from."""
+        pairs = zip(parts, self.needs, strict=True)
+        return [t if t is None else t.detach().requires_grad_() if need else t.detach() for t, need in pairs]
 
     def gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of the saved parts, in a graph of their own if gradients are enabled."""
@@ -68,27 +72,38 @@ class Recipe:
         return gradients_of(out, leaves, self.needs, grad)
 
 
-class Step:
+class Step(Recipe):
     """Computes the values of a deferred tensor from those of its sources, and the gradients of the sources."""
 
     def __init__(self, function: Callable[..., Tensor], restored: Callable[[], Any], sources: Sequence[Any]) -> None:
-        self.function, self.restored, self.sources = function, restored, sources
+        grad = torch.is_grad_enabled()
+        super().__init__(lambda values: function(*values), restored, [grad and source.needs_grad for source in sources])
+        self.function, self.sources = function, sources
 
-    def values(self, use: str) -> Tensor:
-        """Compute the values, without a graph."""
-        with torch.inference_mode(False), torch.no_grad(), self.restored():
-            return self.function(*(source.dense(use) for source in self.sources))
+    def leaves(self, use: str) -> list[Any]:
+        """Return the values of the sources as they are now."""
+        values = [source.dense(use) for source in self.sources]
+        self._seen = [with_version(v) for v in values]
+        return super().leaves(values)
+
+    def keep_graph(self) -> None:
+        """Keep a graph for :meth:`gradients`, before the sources change."""
+        if self._graph is None and any(self.needs):
+            self.values("backward")
 
     def gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of the sources."""
-        needs = ctx.needs_input_grad[5 : 5 + len(self.sources)]  # at the call: a source may have been detached since
-        if torch.is_grad_enabled():
-            inputs = [(v := source.materialize()).view_as(v) for source in self.sources]  # one may occur twice
-        else:
-            inputs = [s.dense().detach().requires_grad_(need) for s, need in zip(self.sources, needs, strict=True)]
-        with torch.enable_grad(), self.restored(), own_graph():
-            out = self.function(*inputs)
-        return gradients_of(out, inputs, needs, grad)
+        self.keep_graph()
+        if not torch.is_grad_enabled():
+            leaves, out = self._graph
+            return gradients_of(out, leaves, self.needs, grad)
+        inputs = [(v := source.materialize()).view_as(v) for source in self.sources]  # one may occur twice
+        with self.restored(), own_graph():
+            result: Any = self.function(*inputs)
+        for values, seen in zip(inputs, self._seen, strict=True):
+            if not same_storage(result, values):  # the gradient of a view does not depend on the values
+                unchanged(seen)
+        return gradients_of(result, inputs, self.needs, grad)
 
 
 def gradients_of(out: Any, inputs: Parts, needs: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
@@ -217,7 +232,7 @@ class _Values(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, dense: Sequence[Tensor]) -> Tensor:
         ctx.deferred_node = x.grad_fn
-        return dense[0].data  # no view: torch treats views that a Function returns differently
+        return dense[0].detach()  # no view, which torch treats differently, with the version of the values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -247,7 +247,8 @@ class DeferredLogits(Rows, DeferredTensor):
     def _twin(self) -> Any:
         """Return logits with the same values and attributes; gradients pass through these."""
         fields = {name: getattr(self, name) for name in FIELDS}
-        return self.create(self.meta, self.tapped(), self._recipe, owns=self.owns, **fields)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.needs_grad):  # a detached one has sources that do
+            return self.create(self.meta, self.tapped(), self._recipe, owns=self.owns, **fields)
 
     def _is_alone(self) -> bool:
         """Return True if no other tensor shares memory with these logits and their views.

@@ -77,6 +77,13 @@ def copied(shape: Sequence[int], axis: int, call: Call) -> Move | None:
     return Move(call.on, axis)
 
 
+def dims_of(dim: Any, ndim: int) -> list[int] | None:
+    """Return the dimensions of a reduction, in order; None for those that torch refuses, or knows of a scalar."""
+    dims = list(range(ndim)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    known = {d % ndim for d in dims if -ndim <= d < ndim}
+    return sorted(known) if len(known) == len(dims) else None
+
+
 def along(name: str, place: int, default: Any = 0, removes: bool = False) -> Callable[..., Move | None]:
     """Return the move of an operation along the dimension that the argument ``name`` names."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._graph._plain import readable_without_sync
-from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._moves import Call, dims_of
 from dllm_kernels.deferred._nll import DeferredNLL
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, registers
 
@@ -233,10 +233,8 @@ def _cast(x: DeferredNLL, call: Call) -> Any:
 def _reduced(x: DeferredNLL, call: Call) -> Any:
     args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
     dim, averages = args.get("dim"), call.function.__name__ == "mean"
-    if args.get("dtype") is not None or (isinstance(dim, tuple | list) and not dim):
-        return NotImplemented
-    dims = range(x.ndim) if dim is None else sorted(d % x.ndim for d in ([dim] if isinstance(dim, int) else dim))
-    if len(set(dims)) < len(dims):
+    dims = dims_of(dim, x.ndim)
+    if dims is None or args.get("dtype") is not None or (isinstance(dim, tuple | list) and not dim):
         return NotImplemented
     count = math.prod(x.shape[d] for d in dims)
     if len(dims) == x.ndim and not args.get("keepdim"):

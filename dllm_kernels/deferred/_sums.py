@@ -16,7 +16,7 @@ from dllm_kernels._checks import FACTOR_RANGE
 from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred import _logits
 from dllm_kernels.deferred._logits import DeferredLogits, alike, rule
-from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._moves import Call, dims_of
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, is_lse_of
 from dllm_kernels.deferred._record import NO_SHIFT, class_sum
@@ -43,11 +43,14 @@ def combined(x: DeferredLogits, call: Call) -> Any:
     if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
         dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
         meta, axis = torch.empty_like(x.meta, dtype=dtype), x.axis
-        for lse in (second, *second.sources) if isinstance(second, DeferredStat) else ():
+        stats = (second, *second.sources) if isinstance(second, DeferredStat) else ()
+        by_exp = any(lse.sources and not lse.is_view for lse in stats)  # does not keep the logits for the backward pass
+        for lse in stats:
             lse.leave()
 
         def normalized(z: Tensor) -> Tensor:
-            return (z - z.logsumexp(axis, keepdim=True)).to(dtype)
+            lse = z.exp().sum(axis, keepdim=True).log() if by_exp else z.logsumexp(axis, keepdim=True)
+            return (z - lse).to(dtype)
 
         return x.after([x], normalized, meta=meta, owns=True, log_probs=True, shift=NO_SHIFT)
     if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
@@ -111,13 +114,12 @@ _by_number("div")
 def _over_classes(x: DeferredLogits, call: Call) -> Any:
     """Sum over the classes, or over all: a product of the hidden states and the sum of the rows of the head."""
     args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
-    dim = args.get("dim")
-    dims = list(range(x.ndim)) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    dims = dims_of(args.get("dim"), x.ndim)
     if not _is_linear(x) or not x.fusible or args.get("dtype") is not None or args.get("keepdim"):
         return NotImplemented
-    everything = len(dims) == x.ndim
-    if not dims or len(set(dims)) < len(dims) or (dims != [x.axis] and not everything):
+    if not dims or dims not in ([x.axis], list(range(x.ndim))):
         return NotImplemented
+    everything = len(dims) == x.ndim
     dtype = dtype_after(lambda z: call.function(z, -1), x.dtype, x.device)
     with x.restored():
         record = x.rows()

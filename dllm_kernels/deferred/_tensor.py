@@ -99,10 +99,12 @@ class DeferredTensor(Tensor, Deferred):
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
         inference = torch.is_inference_mode_enabled()
-        normal = inference and any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
-        with plainly(), _normal() if normal else contextlib.nullcontext():  # as a view of a normal tensor
-            tensor = _graph.placeholder(cls, meta, device, recipe, sources, parts)
-        with _normal() if inference else contextlib.nullcontext():  # for DTensors
+        with plainly():
+            modes = [source.is_inference() for source in sources if same_storage(meta, source.meta)]
+            other = modes[:1] == [not inference]  # than that of the tensor that this one is a view of
+            with _inference(not inference) if other else contextlib.nullcontext():
+                tensor = _graph.placeholder(cls, meta, device, recipe, sources, parts)
+        with _inference(False) if inference else contextlib.nullcontext():  # for DTensors
             detached = tuple([None if t is None else t.detach() for t in parts])
         vars(tensor).update(
             attributes, meta=meta, _device=device, parts=detached, sources=tuple(sources), _recipe=recipe, _derived=[]
@@ -243,9 +245,12 @@ class DeferredTensor(Tensor, Deferred):
     def in_place(self, use: str, change: Callable[[Tensor], Any]) -> None:
         """Change the values. Torch tracks which tensors share their memory, because views are views of the values."""
         family = self.family()
+        self.dense(use)  # its gradient then passes what it is computed from, which may get hooks
         for x in family:
             x.materialize(use)
             x._checkpointed &= not same_storage(x.meta, self.meta)
+            if not x.is_view and any(same_storage(source.meta, self.meta) for source in x.sources):
+                x._recipe.keep_graph()
         if torch.is_grad_enabled() and self.requires_grad:
             for x in family:
                 x.linked_value()
@@ -288,9 +293,9 @@ class DeferredTensor(Tensor, Deferred):
         leaf = result.requires_grad and not torch.is_grad_enabled()
         if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
             result = step(self._value) if torch.is_grad_enabled() else result.detach()
-        recipe = _graph.Step(step, self._recipe.restored, [self])
         attributes = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         with torch.set_grad_enabled(result.requires_grad):
+            recipe = _graph.Step(step, self._recipe.restored, [self])
             view = self.create(meta, self.parts, recipe, **attributes)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
@@ -395,6 +400,8 @@ class DeferredTensor(Tensor, Deferred):
             return copy
         mutable = func._schema.is_mutable
         if mutable and isinstance(args[0], DeferredTensor):
+            if name in RESHAPED:  # torch calls no `__torch_function__` for set_
+                raise _shape_change(name)
             for x in args[0].family():  # copies keep the values that they had
                 x.dense(name)
 
@@ -495,12 +502,10 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
         return result
     views = (ref() for ref in changed._derived)
     if name in RESHAPED or (name == "detach_" and any(x is not None and x.is_view for x in views)):
-        raise NotImplementedError(
-            f"{name} must not be called on deferred logits; use {name[:-1]}, which returns a tensor"
-        )
-    for x in changed.family():
-        x.materialize(name)
+        raise _shape_change(name)
     if name == "detach_":
+        for x in changed.family():
+            x.materialize(name)
         changed._dense, changed._value = changed.dense(name), None
         return _without_function(func, args, kwargs)
     with plainly():
@@ -513,6 +518,10 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
 
     changed.in_place(name, change)
     return None if name == "__setitem__" else changed
+
+
+def _shape_change(name: str) -> NotImplementedError:
+    return NotImplementedError(f"{name} must not be called on deferred logits; use an operation that returns a tensor")
 
 
 def _without_function(func: Any, args: Any, kwargs: Any) -> Any:
@@ -531,9 +540,9 @@ def _shares(result: Any, values: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _normal() -> Iterator[None]:
+def _inference(mode: bool) -> Iterator[None]:
     grad = torch.is_grad_enabled()  # inference_mode(False) enables gradients
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+    with torch.inference_mode(mode), torch.set_grad_enabled(grad and not mode):
         yield
 
 

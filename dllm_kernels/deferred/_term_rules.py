@@ -13,7 +13,7 @@ from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels.deferred._expressions import moved
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
-from dllm_kernels.deferred._moves import MOVES, Call
+from dllm_kernels.deferred._moves import MOVES, Call, dims_of
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after
 from dllm_kernels.deferred._terms import Term, logits_of, recorded
@@ -172,10 +172,10 @@ def _summed(x: Any, call: Call) -> Any:
     function, args = call.function, arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
     dim, keep = args.get("dim"), bool(args.get("keepdim"))
     dim = None if isinstance(dim, tuple | list) and not dim else dim
-    dims = list(range(x.ndim)) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    others = sorted(set(dims) - {x.ndim - 1})
+    dims = dims_of(dim, x.ndim) or []
+    others = dims[:-1]
     dtype = args.get("dtype") or dtype_after(lambda z: function(z, -1), x.dtype, x.device)
-    if len(others) != len(dims) - 1 or (keep and others) or not {x.dtype, dtype} <= set(FLOAT_DTYPES):
+    if dims[-1:] != [x.ndim - 1] or (keep and others) or not {x.dtype, dtype} <= set(FLOAT_DTYPES):
         return NotImplemented
     wide = accum_dtype(dtype)
 

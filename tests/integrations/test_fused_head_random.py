@@ -9,6 +9,39 @@ from tests.support.fused_programs import SAYS_NOTHING, FailedError, Program, Spe
 
 # Programs that once reported something else, or raised: see tests/support/fused_programs.py for the names in them.
 FOUND = {
+    "Functions and hooks of what was computed from logits that changed later": """
+z = lg(model(x))
+a, b, c, d = z.exp(), z.softmax(-1), z.sigmoid(), z - z.exp().sum(-1, keepdim=True).log()
+s = Checked.apply(a).sum() + c.relu().sum()
+hook(b, 'b')
+d.grad_fn.register_prehook(lambda g: None)
+z *= 2
+s = s + b.pow(2).sum() + Checked.apply(c).sum() + d.sum()
+for _ in range(2):
+    (s + z.pow(2).sum()).backward(retain_graph=True)""",
+    "a hook of the node of logits whose copy a Function marks as dirty": """
+z = lg(model(x)) * 0.7
+a = Dirty.apply(z * 1)
+z.grad_fn.register_hook(lambda a, b: see(b[0]))
+a.pow(2).sum().backward()""",
+    "views of inference tensors": """
+with torch.inference_mode():
+    z = head(hid)
+see([t.is_inference() for t in (z[..., :, :], z[:, 1:], z.view(-1), z.detach(), z * 2, z.float())])""",
+    "set_": """
+z = lg(model(x)).expand(2, B, L, V)
+with torch.no_grad():
+    z.set_(z.clone())
+(z.sum() * 0.3).backward()""",
+    "a detached tensor that is scaled in place": """
+teacher.requires_grad_(True)
+z = lg(teacher(x)).detach()
+z *= 0.5
+see(z.requires_grad)
+(z * base.mix.bias[0]).sum().backward()""",
+    "sums of a scalar": """
+n = head(hid[0, 0]).log_softmax(-1).gather(-1, ids((1,))).squeeze(-1)
+(n.sum(-1) + n.mean(0)).backward()""",
     "an item of a view under no_grad": """
 z = lg(model(x))
 with torch.no_grad():
