@@ -71,7 +71,7 @@ def _clamped(x: DeferredLogits, call: Call) -> Any:
 
 def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
     """Return True if log-probabilities or logits are of the same rows."""
-    return x is y or x.rows_key == y.rows_key
+    return x is y or (x.product_key == y.product_key and x.transform_key == y.transform_key)
 
 
 def _is_factor(value: Any) -> bool:
@@ -176,7 +176,8 @@ def over_classes(x: DeferredLogits, kind: str | None, factor: float, dtype: torc
     dim, averages = args.get("dim"), call.function.__name__ == "mean"
     if kind not in (P_LOG_P, P_Z, EXP, LOG_P) or args.get("dtype") is not None or not x.fusible:
         return NotImplemented
-    if kind == LOG_P and not x.sums_classes:
+    linear = x.cap is None and x.skip is None and not x.fills_classes  # the sum of the logits then is a product
+    if kind == LOG_P and not (linear and not any(t is not None and is_dtensor(t) for t in x.parts)):
         return NotImplemented
     everything, (shift, axis, V) = dim is None, (x.shift, x.axis, x.shape[x.axis])
     if not everything and not class_dim(x, dim):

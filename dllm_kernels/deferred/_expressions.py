@@ -116,7 +116,7 @@ class Leaf:
         product = self.key, None if self.index is None else id(self.index)
         if product not in chunk.values:
             chunk.values[product] = chunk.product if self.key == chunk.key else self._product(chunk.rows)
-        key = *product, self.logits.scale, self.logits.cap, self.logits.skip
+        key = *product, *self.logits.transform_key
         if key not in chunk.values:
             transform = Transform(self.logits.softcap, self.logits.factor, self.logits.skip)
             bias, z = self.logits.class_bias, transformed(chunk.values[product], transform)

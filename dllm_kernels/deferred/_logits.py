@@ -17,12 +17,11 @@ import torch.nn.functional as F
 
 from dllm_kernels._checks import FACTOR_RANGE, FLOAT_DTYPES
 from dllm_kernels._graph._call_state import CallState, Versions
-from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
-from dllm_kernels.deferred._pending import product_key, rows_key
+from dllm_kernels.deferred._pending import product_key
 from dllm_kernels.deferred._record import NO_SHIFT, Form
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -147,37 +146,14 @@ class DeferredLogits(Rows, DeferredTensor):
         )  # fmt: skip
 
     @property
-    def usable(self) -> bool:
-        """True if an op may take rows and head in place of the logits."""
-        same_acc = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
-        plain = not self.log_probs and self.skip is None and not self.shift and not self.fills_classes
-        return self.fusible and same_acc and self.axis == len(self.shape) - 1 and plain
-
-    @property
     def fusible(self) -> bool:
         """True if an operation may compute from the hidden states, which have the digits of the logits."""
         return self.deferred and (self.dtype != torch.float64 or self.hidden.dtype == torch.float64)
 
     @property
-    def sums_classes(self) -> bool:
-        """True if the sum of all logits of a row is a product of its hidden states and the sum of the head's rows."""
-        plain = self.cap is None and self.skip is None and not self.fills_classes
-        return plain and not any(t is not None and is_dtensor(t) for t in self.parts)
-
-    @property
-    def rows_key(self) -> tuple[Any, ...]:
-        """Equal for logits of the same rows, but for the dtype and the log-softmax."""
-        return id(self.pending), self.axis, self.shape, *rows_key(self.parts, self)
-
-    @property
     def product_key(self) -> tuple[Any, ...]:
         """Equal for logits of the same rows, but for what is done to them."""
         return id(self.pending), self.axis, self.shape, *product_key(self.parts, self)
-
-    @property
-    def source(self) -> tuple[Any, ...]:
-        """Head with its active adapters, soft cap and scale."""
-        return self.identity, self.softcap, self.factor
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts with the values of freed ones; the parts of a derived tensor have their values."""
@@ -194,7 +170,9 @@ class DeferredLogits(Rows, DeferredTensor):
 
     def record(self) -> LinearLogits | None:
         """Return the record that an op takes, or None if it needs the logits."""
-        return self.rows() if self.usable else None
+        same_acc = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
+        plain = not self.log_probs and self.skip is None and not self.shift and not self.fills_classes
+        return self.rows() if self.fusible and same_acc and self.axis == len(self.shape) - 1 and plain else None
 
     def classes_last(self) -> tuple[Tensor | None, ...]:
         """Return the parts, in the graph, with the classes as the last dimension."""
@@ -354,7 +332,7 @@ def alike(x: DeferredLogits, y: DeferredLogits, *more: str) -> bool:
 
 def _joins(x: DeferredLogits, y: DeferredLogits) -> bool:
     same_rows = x.overwritten is None and x.shift.rows is None and y.shift.rows is None
-    return x.deferred and same_rows and alike(x, y, "source", "log_probs", "skip", "skip_finite", "shift")
+    return x.deferred and same_rows and alike(x, y, *Form.__annotations__.keys() - {"overwritten"})
 
 
 def _same_device(value: Any, device: torch.device) -> bool:

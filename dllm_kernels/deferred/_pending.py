@@ -65,7 +65,7 @@ def row_stats(logits: Any, parts: Any, needed: Sequence[NeededStats], argmax: bo
 
 def rows_key(parts: Any, logits: Any) -> tuple[Any, ...]:
     """Return a key: equal for parts of the same rows in the same order, if their logits have the same transform."""
-    return *product_key(parts, logits), logits.scale, logits.cap, logits.skip
+    return *product_key(parts, logits), *logits.transform_key
 
 
 def product_key(parts: Any, logits: Any) -> tuple[Any, ...]:

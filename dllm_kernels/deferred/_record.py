@@ -168,6 +168,11 @@ class Form:
         return None if self.scale == ONE else float(self.scale)
 
     @property
+    def transform_key(self) -> tuple[Any, ...]:
+        """Equal for logits with the same transform."""
+        return self.scale, self.cap, self.skip
+
+    @property
     def is_plain(self) -> bool:
         """True if no class was set and nothing was added."""
         return self.skip is None and self.class_bias is None and not self.shift
