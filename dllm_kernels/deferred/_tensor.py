@@ -60,8 +60,7 @@ Rule = Callable[[Any, Call], Any]
 # Attributes of one tensor, which tensors computed from it do not inherit.
 STATE = {
     "meta", "_device", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
-    "_gradient_requested", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
-    "_needed_in",
+    "_gradient_requested", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view", "_needed_in",
 }  # fmt: skip
 
 
