@@ -51,9 +51,9 @@ def transforms_active() -> bool:
     return bool(_C._are_functorch_transforms_active())
 
 
-def in_backward() -> bool:
-    """Return True while autograd runs a backward pass in this thread; a checkpoint is then recomputed."""
-    return bool(_C._current_graph_task_id() != -1)
+def backward_task() -> int:
+    """Return the number of the backward pass that autograd runs in this thread, which recomputes checkpoints, or -1."""
+    return int(_C._current_graph_task_id())
 
 
 def saved_tensors_hooks_enabled() -> bool:

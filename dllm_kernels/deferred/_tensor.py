@@ -19,8 +19,8 @@ from torch.utils import _pytree
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import Deferred, is_dtensor
 from dllm_kernels._graph._private import (
+    backward_task,
     disable_dynamo,
-    in_backward,
     may_recompute,
     outside_transforms,
     plainly,
@@ -92,6 +92,7 @@ class DeferredTensor(Tensor, Deferred):
     _node_read: bool = False  # its grad_fn was read, and may therefore have hooks
     _changed_view: DeferredTensor | None = None  # that a Function may have marked dirty, kept until the next `sync`
     _copy: bool = False  # has the values of a tensor that requires a gradient; a Function or torch may make its graph
+    _needed_in: int = -1  # the backward pass in which a function that is recomputed has needed the values
 
     @classmethod
     def create(cls, meta: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
@@ -149,7 +150,7 @@ class DeferredTensor(Tensor, Deferred):
             and (not self._gradient_requested or self._recomputed)
             and not (self._node_read and _graph.has_hooks(self))
             and self._own_node
-            and all(source.deferred for source in self.sources)
+            and (self._recomputed or all(source.deferred for source in self.sources))
         )
 
     @property
@@ -167,14 +168,20 @@ class DeferredTensor(Tensor, Deferred):
 
     @property
     def _recomputed(self) -> bool:
-        """True in a backward that recomputes a checkpointed function, which had seen the tensor without its values."""
-        return self._checkpointed and in_backward()
+        """True in a backward that recomputes a function, which had not needed the values of the tensor until then."""
+        return self._checkpointed and backward_task() not in (-1, self._needed_in)
+
+    def _note_need(self) -> None:
+        """Note that a function that is recomputed needs the values, from which it then goes on, as at first."""
+        for x in self.family() if self._recomputed else ():
+            x._needed_in = backward_task()
 
     def before_values(self, use: str) -> None:
         """Check and report that the values of the output of a head are computed."""
 
     def dense(self, use: str = "backward") -> Tensor:
         """Return the values without a graph."""
+        self._note_need()
         if self._value is not None:
             return self._value.detach()
         if self._dense is None:
@@ -192,6 +199,7 @@ class DeferredTensor(Tensor, Deferred):
         """Return the values, computed once, in the graph of this tensor."""
         with plainly():
             needs_grad, node = self.requires_grad, self.grad_fn
+        self._note_need()
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
             in_own_graph = self.watched or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):

@@ -28,6 +28,20 @@ a.pow(2).sum().backward()""",
 with torch.inference_mode():
     z = head(hid)
 see([t.is_inference() for t in (z[..., :, :], z[:, 1:], z.view(-1), z.detach(), z * 2, z.float())])""",
+    "a checkpoint that needs values between fused uses": """
+def body(q):
+    a, b, c = q.logsumexp(-1).exp(), (q * q).sum(-1), q.gather(-1, x[..., None])[..., 0].exp()
+    return (a + b + c + q.softmax(-1).sort(-1).values[..., 0] + q.log_softmax(-1)[..., 2]).sum()
+z = lg(model(x))
+s = checkpoint(body, z, use_reentrant=False) + checkpoint(lambda h: body(head(h)), hid, use_reentrant=False)
+for _ in range(2):
+    s.backward(retain_graph=True)""",
+    "a checkpoint of what was computed from logits that changed later": """
+z = lg(model(x))
+h = torch.where(torch.arange(V) != 3, z, -5e5)
+s = checkpoint(lambda q: F.nll_loss(q.log_softmax(-1).movedim(-1, 1), x), h, use_reentrant=False)
+z[:, 1:][..., 3] = -9
+s.backward()""",
     "set_": """
 z = lg(model(x)).expand(2, B, L, V)
 with torch.no_grad():
