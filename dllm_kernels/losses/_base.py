@@ -32,14 +32,14 @@ class TransformedLoss(nn.Module):
     """
 
     reductions: tuple[str, ...] = _common.REDUCTIONS
+    chunk_size: int | None = None
 
-    def __init__(self, transform: Transform, reduction: str, backend: str, chunk_size: int | None = None) -> None:
+    def __init__(self, transform: Transform, reduction: str, backend: str) -> None:
         super().__init__()
         self.softcap, self.scale, self.skip_id = transform.check()
         self.reduction = reduction
         self._returns_rows()
         self.backend = backend
-        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
 
     @property
     def transform(self) -> Transform:
@@ -52,7 +52,7 @@ class TransformedLoss(nn.Module):
 
     def _rows(self, logits: Any, options: Options, names: _checks.Names = NAMES) -> ModelOutput:
         """Take logits, stored, deferred or a record, in chunks of ``chunk_size`` rows unless the record has its own."""
-        return ModelOutput.of(logits, options, names).in_chunks_of(self.chunk_size)
+        return ModelOutput.of(logits, options, names, _checks.checked_size("chunk_size", self.chunk_size))
 
     def _returns_rows(self) -> bool:
         """Return True if the output has per-row losses. Validated on every call: the attribute may be reassigned."""

@@ -37,17 +37,19 @@ class ModelOutput(NamedTuple):
         names: the caller's names of the rows, the targets and the LM head.
         options: options of every op call.
         logits: logits ``[..., V]``, or their record.
+        chunk_rows: rows per chunk of logits of a record that does not say it, or None.
     """
 
     names: _checks.Names
     options: Options
     logits: Logits
+    chunk_rows: int | None = None
 
     @classmethod
-    def of(cls, logits: Any, options: Options, names: _checks.Names = NAMES) -> ModelOutput:
-        """Take logits, stored, deferred or a record."""
+    def of(cls, logits: Any, options: Options, names: _checks.Names = NAMES, size: int | None = None) -> ModelOutput:
+        """Take logits, stored, deferred or a record, in chunks of ``size`` rows unless a record has its own size."""
         logits = opened(logits, options.transform)
-        return cls(names_of(names, logits), options, logits)
+        return cls(names_of(names, logits), options, logits, size)
 
     @property
     def x(self) -> Any:
@@ -58,13 +60,6 @@ class ModelOutput(NamedTuple):
     def stored(self) -> bool:
         """True for logits, False for a record."""
         return not isinstance(self.logits, LinearLogits)
-
-    def in_chunks_of(self, size: int | None) -> ModelOutput:
-        """Return this output with the size of its chunks of logits, if its record has none; an op checks a record."""
-        if isinstance(self.logits, LinearLogits):
-            return self if size is None else replaced(self, logits=self.logits.in_chunks_of(size))
-        _checks.checked_size("chunk_size", size)
-        return self
 
     def packed(self, target_ids: Any) -> bool:
         """Return True if the rows ``[T, V]`` or ``[T, D]`` and the targets ``[T]`` have no batch dimension."""
@@ -145,6 +140,8 @@ class ModelOutput(NamedTuple):
     def checked_any_shape(self, target_ids: torch.Tensor, branches: int = 1) -> ModelOutput:
         """Validate options, rows ``[..., V or D]``, the dtype and device of the targets, and the LM head, if any."""
         logits, options, _ = checked_logits(self.names, self.logits, target_ids, self.options, branches)
+        if isinstance(logits, LinearLogits) and self.chunk_rows is not None:
+            logits = logits.in_chunks_of(self.chunk_rows)
         return ModelOutput(self.names, options, logits)
 
     def checked(self, target_ids: torch.Tensor, *, width: int | None = None, branches: int = 1) -> ModelOutput:

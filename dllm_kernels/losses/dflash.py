@@ -103,8 +103,9 @@ class DFlashDecayLoss(DraftLoss):
             position_weights = LOSS_TYPES[loss_type]
         super().__init__(
             Transform(softcap, scale, skip_id), loss_gamma, normalize, position_weights, dpace_alpha, anchor_row,
-            reduction=reduction, backend=backend, chunk_size=chunk_size,
+            reduction=reduction, backend=backend,
         )  # fmt: skip
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
 
     @property

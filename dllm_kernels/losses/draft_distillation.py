@@ -131,9 +131,10 @@ class DraftDistillationLoss(DraftLoss):
         """Initialize; the arguments are documented on the class."""
         super().__init__(
             Transform(softcap, scale, skip_id), loss_gamma, normalize, position_weights, dpace_alpha, anchor_row,
-            decay_from, reduction=reduction, backend=backend, chunk_size=chunk_size,
+            decay_from, reduction=reduction, backend=backend,
         )  # fmt: skip
         self.kind = kind
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self.confidence = confidence
         self.confidence_weight = confidence_weight
         self.temperature = temperature

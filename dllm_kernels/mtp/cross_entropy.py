@@ -159,7 +159,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
         if logit_softcapping:
             _checks.check_factor("logit_softcapping", abs(logit_softcapping))
-        super().__init__(Transform(None, scale, skip_id), reduction, backend, chunk_size)
+        super().__init__(Transform(None, scale, skip_id), reduction, backend)
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
         self.logit_softcapping = logit_softcapping
         self.impl = impl
