@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dllm_kernels._checks import check_dtypes
@@ -32,7 +33,7 @@ from dllm_kernels.rows._logits import Head, LinearLogits
 from dllm_kernels.rows._setup import Split
 from dllm_kernels.rows._teacher import Teacher
 
-Tensor = torch.Tensor
+Tensor = Tensor
 WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
 
 

@@ -26,6 +26,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.distributed import _divergence
@@ -39,7 +40,7 @@ from dllm_kernels.rows._stats_interface import Coefficients, StatsPrimitives, St
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform, transformed
 from dllm_kernels.rows._truncation import Truncation, only_near, only_prefix
 
-Tensor = torch.Tensor
+Tensor = Tensor
 
 
 class ShardPrimitives(NLLOfStats, RowPrimitives):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_fraction, first_true
@@ -63,17 +63,17 @@ class TransformedLoss(nn.Module):
 class Batch(NamedTuple):
     """Per-token inputs ``[B, L]`` of a loss, described in :meth:`DiffusionLoss.forward`, as plain tensors."""
 
-    target_ids: torch.Tensor
-    noise_mask: torch.Tensor
-    p_mask: torch.Tensor
-    loss_mask: torch.Tensor
-    loss_mask_ar: torch.Tensor | None
+    target_ids: Tensor
+    noise_mask: Tensor
+    p_mask: Tensor
+    loss_mask: Tensor
+    loss_mask_ar: Tensor | None
     num_diffusion_tokens: Count
     num_ar_tokens: Count
     shift: bool
 
     @property
-    def supervised(self) -> torch.Tensor:
+    def supervised(self) -> Tensor:
         """The supervised tokens, bool ``[B, L]``; with ``shift`` without token 0, which no row predicts."""
         on = self.loss_mask.bool()
         return F.pad(on[:, 1:], (min(1, on.shape[1]), 0)) if self.shift else on
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
         batch: Batch = replaced(self, **packed)
         return batch
 
-    def check_unused(self, *, causal: ModelOutput | None = None, **tensors: torch.Tensor | None) -> None:
+    def check_unused(self, *, causal: ModelOutput | None = None, **tensors: Tensor | None) -> None:
         """Validate unused arguments, so that a misplaced one raises."""
         if causal is not None:
             tensors[causal.names.rows] = causal.x
@@ -94,7 +94,7 @@ class Batch(NamedTuple):
             _checks.check_masks_like("target_ids", self.target_ids, loss_mask_ar=self.loss_mask_ar)
         check_optional_tensors(**tensors)
 
-    def check_noise(self, **others: torch.Tensor) -> None:
+    def check_noise(self, **others: Tensor) -> None:
         """Check the masks of a loss that reads ``p_mask``: shape, device, order, constant."""
         _checks.check_masks_like("target_ids", self.target_ids, **others, loss_mask=self.loss_mask)
         _checks.check_like("target_ids", self.target_ids, p_mask=self.p_mask)
@@ -125,7 +125,7 @@ class Batch(NamedTuple):
                 f"at position {where}; are p_mask and loss_mask swapped?"
             )
 
-    def mdlm_weights(self, rows: ModelOutput, factor: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def mdlm_weights(self, rows: ModelOutput, factor: Any = None) -> tuple[Tensor, Tensor]:
         """Compute factor (noise_mask & loss_mask) / max(p_mask, 1e-8), before and over the denominator.
 
         It is 0 outside the masks even if ``p_mask`` is NaN there.
@@ -140,7 +140,7 @@ class Batch(NamedTuple):
         weights = on / self.p_mask.to(dtype).clamp(min=P_MASK_MIN)
         if not in_range:  # skipped if possible, because masked_fill_ branches per entry on CPU
             weights.masked_fill_(~on, 0.0)
-        if isinstance(factor, torch.Tensor):
+        if isinstance(factor, Tensor):
             factor = factor.reshape(()).to(dtype)
         weights = weights if factor is None else factor * weights
         return weights, _common.divide(weights, count)
@@ -160,7 +160,7 @@ class Batch(NamedTuple):
         self.check_range(self.supervised & noise_mask.bool())
         return False
 
-    def check_range(self, used: torch.Tensor) -> None:
+    def check_range(self, used: Tensor) -> None:
         """Raise if a probability is out of range in the first columns, where ``used`` is True. Reads values."""
         p_mask = self.p_mask[:, : used.shape[1]]
         where = first_true(used & ~((p_mask >= 0) & (p_mask <= 1)))
@@ -169,14 +169,14 @@ class Batch(NamedTuple):
             raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got} at position {where}")
 
 
-def check_optional_tensors(**tensors: torch.Tensor | None) -> None:
+def check_optional_tensors(**tensors: Tensor | None) -> None:
     """Raise TypeError if an optional argument is given and is not a tensor."""
     for name, value in tensors.items():
         if value is not None:
             _checks.check_tensor(name, value)
 
 
-def _holds_zeros_and_ones(mask: torch.Tensor) -> bool:
+def _holds_zeros_and_ones(mask: Tensor) -> bool:
     """Return True if a mask holds only zeros and ones, and at least one zero."""
     zero = mask == 0
     return bool(zero.any()) and bool((zero | (mask == 1)).all())
@@ -187,7 +187,7 @@ def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:
     hint = "; a count goes by its keyword, num_diffusion_tokens="
     if isinstance(loss_mask_ar, (int, float)):
         raise TypeError(f"loss_mask_ar must be a torch.Tensor, got {_checks.type_name(loss_mask_ar)}{hint}")
-    if isinstance(loss_mask_ar, torch.Tensor) and loss_mask_ar.dim() == 0:
+    if isinstance(loss_mask_ar, Tensor) and loss_mask_ar.dim() == 0:
         raise ValueError(f"loss_mask_ar must have shape {tuple(shape)} (that of target_ids), got (){hint}")
 
 
@@ -212,10 +212,10 @@ class DiffusionLoss(TransformedLoss):
         self.shift = _checks.checked_bool("shift", shift)
 
     def forward(
-        self, logits: Logits, target_ids: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor,
-        loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: int | torch.Tensor | None = None, num_ar_tokens: int | torch.Tensor | None = None,
-        causal_logits: Logits | None = None, noisy_input_ids: torch.Tensor | None = None,
+        self, logits: Logits, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor,
+        loss_mask: Tensor, loss_mask_ar: Tensor | None = None,
+        num_diffusion_tokens: int | Tensor | None = None, num_ar_tokens: int | Tensor | None = None,
+        causal_logits: Logits | None = None, noisy_input_ids: Tensor | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits. All losses take the same arguments and also check the unused ones.
 
@@ -259,12 +259,11 @@ class DiffusionLoss(TransformedLoss):
         return self._loss(rows, batch, causal, noisy_input_ids)
 
     def forward_fused(
-        self, hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, noise_mask: torch.Tensor,
-        p_mask: torch.Tensor, loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: Count = None, num_ar_tokens: Count = None, noisy_input_ids: torch.Tensor | None = None, *,
-        causal_hidden: torch.Tensor | None = None, lm_head_bias: torch.Tensor | None = None,
-        extra: _checks.Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
+        self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor,
+        loss_mask: Tensor, loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None,
+        num_ar_tokens: Count = None, noisy_input_ids: Tensor | None = None, *, causal_hidden: Tensor | None = None,
+        lm_head_bias: Tensor | None = None, extra: _checks.Extra | None = None, chunk_size: int | None = None,
+        num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
 
@@ -287,7 +286,7 @@ class DiffusionLoss(TransformedLoss):
         return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
 
     def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
     ) -> DLLMLossOutput:
         rows = rows.checked(batch.target_ids)
         batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
@@ -296,9 +295,7 @@ class DiffusionLoss(TransformedLoss):
         return self._single_part_output(rows, targets, weights, divided)
 
     @staticmethod
-    def _aligned(
-        rows: ModelOutput, batch: Batch, weights: torch.Tensor, divided: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _aligned(rows: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Check the targets; return the target of each row and both its weights, given the weights of the tokens."""
         if not batch.shift:
             rows.check_targets(batch.target_ids, weights)
@@ -307,7 +304,7 @@ class DiffusionLoss(TransformedLoss):
         return next_tokens(batch.target_ids), shift_left(weights, 0), shift_left(divided, 0)
 
     def _single_part_output(
-        self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
+        self, rows: ModelOutput, targets: Tensor, weights: Tensor, divided: Tensor
     ) -> DLLMLossOutput:
         """Compute the output of a loss with one part from the row weights and the weights over the denominator."""
         if not self._returns_rows():
@@ -315,6 +312,6 @@ class DiffusionLoss(TransformedLoss):
         nll = rows.per_row(targets, weights).nll
         return _common.single_loss(_common.sum_of_rows(nll, divided), weights, _common.weighted_rows(nll, weights))
 
-    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[Tensor, Tensor]:
         """Return the weight of each token ``[B, L]``, 0 for rows not to be read, before and over the denominator."""
         raise NotImplementedError

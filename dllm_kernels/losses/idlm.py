@@ -60,8 +60,8 @@ class IDLMLoss(TransformedLoss):
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
     def forward(
-        self, logits: Logits, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, *,
-        seq_len: int, num_diffusion_tokens: int | torch.Tensor | None = None,
+        self, logits: Logits, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, *,
+        seq_len: int, num_diffusion_tokens: int | Tensor | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
@@ -33,14 +34,14 @@ class SCDDSchedule:
         rho: probability that the token is the clean one given that it is not MASK, ``clean_mass / gamma``.
     """
 
-    clean_mass: torch.Tensor
-    uniform_mass: torch.Tensor
-    absorbed_mass: torch.Tensor
-    gamma: torch.Tensor
-    rho: torch.Tensor
+    clean_mass: Tensor
+    uniform_mass: Tensor
+    absorbed_mass: Tensor
+    gamma: Tensor
+    rho: Tensor
 
 
-def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
+def scdd_schedule(t: Tensor, *, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
     r"""Compute the marginal distribution of a noisy token at time t.
 
     ``corrupt_mix`` draws from it; its ``mask_prob`` is the absorbed mass.
@@ -73,7 +74,7 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
     return _schedule(plain(t).to(accum_dtype(t.dtype)), *checked_schedule(max_ratio, gamma_shape, t_peak))
 
 
-def _schedule(t: torch.Tensor, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
+def _schedule(t: Tensor, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
     """Compute :func:`scdd_schedule` of validated arguments."""
     t = t.clamp(0, 1)
     a, b = gamma_shape * t_peak, gamma_shape * (1 - t_peak)
@@ -175,7 +176,7 @@ class SCDDLoss(DiffusionLoss):
         self._checked_schedule()
 
     def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
     ) -> DLLMLossOutput:
         schedule = self._checked_schedule()
         rows = rows.checked(batch.target_ids)
@@ -206,13 +207,11 @@ class SCDDLoss(DiffusionLoss):
         divided = divide(times, count, supervised)
         return single_loss((costs * divided).sum(), steps, costs * times if self._returns_rows() else None)
 
-    def _predictable(self, ids: torch.Tensor) -> torch.Tensor:
+    def _predictable(self, ids: Tensor) -> Tensor:
         """Replace MASK by -100: its probability is 0 without a gradient, so as a clean token it adds a constant."""
         return ids.masked_fill(ids == self.mask_token_id, IGNORE)
 
-    def _costs(
-        self, rows: ModelOutput, step: _Step, x: torch.Tensor, z: torch.Tensor, active: torch.Tensor
-    ) -> torch.Tensor:
+    def _costs(self, rows: ModelOutput, step: _Step, x: Tensor, z: Tensor, active: Tensor) -> Tensor:
         """Compute the cost per active position of one step ``[B, L]``."""
         mask, K = self.mask_token_id, rows.vocabulary - 1
         base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))
@@ -239,7 +238,7 @@ class SCDDLoss(DiffusionLoss):
         return checked_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
 
 
-def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+def _change(step: _Step, K: int, p: Tensor, difference: Tensor) -> Tensor:
     """Compute ``difference``, log(base_s + rho_s p) - log(base_t + rho_t p), without cancellation if it is small.
 
     One step changes the logarithm by about 1 / T, so their difference has T times the relative rounding error.
@@ -255,18 +254,18 @@ class _Step(NamedTuple):
     ``released``: fraction of the masked tokens that the step unmasks; ``fell``: rho_s - rho_t.
     """
 
-    base_s: torch.Tensor
-    base_t: torch.Tensor
-    rho_s: torch.Tensor
-    rho_t: torch.Tensor
-    fell: torch.Tensor
-    released: torch.Tensor
-    u: torch.Tensor
-    r: torch.Tensor
+    base_s: Tensor
+    base_t: Tensor
+    rho_s: Tensor
+    rho_t: Tensor
+    fell: Tensor
+    released: Tensor
+    u: Tensor
+    r: Tensor
 
     @classmethod
     def between(
-        cls, num_timesteps: int, schedule: tuple[float, float, float], t: torch.Tensor, K: int, dtype: torch.dtype
+        cls, num_timesteps: int, schedule: tuple[float, float, float], t: Tensor, K: int, dtype: torch.dtype
     ) -> _Step:
         """Compute the coefficients, one per sequence, in float64, because they are differences of close values."""
         t = t.detach().double().clamp(0, 1)
@@ -284,12 +283,12 @@ class _Step(NamedTuple):
         return cls(*torch.stack(step).to(dtype))
 
 
-def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tensor:
+def _checked_noisy(noisy_input_ids: Any, target_ids: Tensor) -> Tensor:
     """Check the noisy tokens and return them as int64."""
     if noisy_input_ids is None:
         raise ValueError("noisy_input_ids must be given, got None; pass the tokens that the model received")
     _checks.check_like("target_ids", target_ids, _checks.INT_DTYPES, noisy_input_ids=noisy_input_ids)
-    z: torch.Tensor = plain(noisy_input_ids).long()
+    z: Tensor = plain(noisy_input_ids).long()
     return z
 
 

@@ -33,7 +33,7 @@ from dllm_kernels.rows._stats import RequestedStats
 from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
-Mix = tuple[torch.Tensor, torch.Tensor]
+Mix = tuple[Tensor, Tensor]
 NAMES = _checks.Names(targets="ids")
 # Statistics that no backward pass reads, and outputs that it reads as copies, because the caller may write into them.
 NOT_READ, COPIED = ("mix", "correct", "best"), ("log_probs", "rest", *StatsFlags._fields)
@@ -84,10 +84,9 @@ class RestStats(NamedTuple):
 
 
 def row_stats(
-    logits: Logits, ids: torch.Tensor, *, entropy: bool = False, mix: Mix | None = None,
-    active: torch.Tensor | None = None, with_correct: bool = False, with_ids: bool = False,
-    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
-    check_targets: bool | None = None, backend: str = "auto",
+    logits: Logits, ids: Tensor, *, entropy: bool = False, mix: Mix | None = None, active: Tensor | None = None,
+    with_correct: bool = False, with_ids: bool = False, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> RowStats:  # fmt: skip
     r"""Statistics of the softmax p of each active row of logits, differentiable in one backward pass.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from dllm_kernels.rows._chunks import aligned_rows
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -28,7 +29,7 @@ from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import transformed, with_slope
 
-Tensor = torch.Tensor
+Tensor = Tensor
 
 # Logits that are copied at a time, 64 MiB in float32.
 BLOCK_ELEMENTS = 1 << 24

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.backends.torch._workers import run_jobs
@@ -24,7 +25,7 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, column_of
 from dllm_kernels.rows._transform import Transform, through_
 
-Tensor = torch.Tensor
+Tensor = Tensor
 # Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
 TILE = 256
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
