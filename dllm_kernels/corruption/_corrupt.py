@@ -29,7 +29,6 @@ from dllm_kernels.corruption import _philox, _rules, _topk
 from dllm_kernels.corruption._philox import Layout
 from dllm_kernels.corruption._topk import Padding, check_start_range, on_host
 
-Tensor = Tensor
 Array = _rules.Array
 Corrupted = tuple[Tensor, Tensor, Tensor]
 METHODS = ("uniform", "antithetic", "stratified")  # methods of sample_level

@@ -27,8 +27,6 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._transform import Transform
 
-Tensor = Tensor
-
 
 def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
     """See ``rows/_divergence.py``."""

@@ -33,7 +33,6 @@ from dllm_kernels.rows._logits import Head, LinearLogits
 from dllm_kernels.rows._setup import Split
 from dllm_kernels.rows._teacher import Teacher
 
-Tensor = Tensor
 WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
 
 

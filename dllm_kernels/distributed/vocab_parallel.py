@@ -40,8 +40,6 @@ from dllm_kernels.rows._stats_interface import Coefficients, StatsPrimitives, St
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform, transformed
 from dllm_kernels.rows._truncation import Truncation, only_near, only_prefix
 
-Tensor = Tensor
-
 
 class ShardPrimitives(NLLOfStats, RowPrimitives):
     """Row primitives for rows that are split over the shard's group, from those of whole rows."""

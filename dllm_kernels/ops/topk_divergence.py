@@ -34,7 +34,6 @@ from dllm_kernels.rows._logits import LinearLogits, Logits, opened, rows_of
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._transform import Transform
 
-Tensor = Tensor
 KINDS = ("kl", "rkl", "jsd")
 NAMES = _checks.Names(targets="top_ids")
 # Largest sum of K probabilities: the logarithms of a distribution, rounded to bfloat16, sum to less.

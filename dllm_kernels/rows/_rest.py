@@ -29,8 +29,6 @@ from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import transformed, with_slope
 
-Tensor = Tensor
-
 # Logits that are copied at a time, 64 MiB in float32.
 BLOCK_ELEMENTS = 1 << 24
 

@@ -25,7 +25,6 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, column_of
 from dllm_kernels.rows._transform import Transform, through_
 
-Tensor = Tensor
 # Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
 TILE = 256
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
