@@ -68,6 +68,7 @@ class Batch(NamedTuple):
     p_mask: Tensor
     loss_mask: Tensor
     loss_mask_ar: Tensor | None
+    noisy_input_ids: Any
     num_diffusion_tokens: Count
     num_ar_tokens: Count
     shift: bool
@@ -247,16 +248,15 @@ class DiffusionLoss(TransformedLoss):
                 masks that are detectably swapped; a constant or count that requires a gradient.
         """
         counts = (num_diffusion_tokens, num_ar_tokens)
-        tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
+        tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, noisy_input_ids, *counts)
         batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
         options = self._options(round_nll=self._rounds())
         rows, causal = self._rows(logits, options), None
         if causal_logits is not None:
             causal = ModelOutput.of(causal_logits, options, CAUSAL)
         if rows.packed(batch.target_ids):
-            batch, rows = batch.as_batch(), rows.as_batch()
-            causal, noisy_input_ids = causal and causal.as_batch(), _common.as_batch(noisy_input_ids)
-        return self._loss(rows, batch, causal, noisy_input_ids)
+            batch, rows, causal = batch.as_batch(), rows.as_batch(), causal and causal.as_batch()
+        return self._loss(rows, batch, causal)
 
     def forward_fused(
         self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor,
@@ -285,11 +285,9 @@ class DiffusionLoss(TransformedLoss):
         """Return True if the NLL is rounded. Validated on every call because the attribute may have been reassigned."""
         return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
 
-    def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
-    ) -> DLLMLossOutput:
+    def _loss(self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None) -> DLLMLossOutput:
         rows = rows.checked(batch.target_ids)
-        batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
+        batch.check_unused(causal=causal, noisy_input_ids=batch.noisy_input_ids)
         weights, divided = self._weights(batch, rows)
         targets, weights, divided = self._aligned(rows, batch, weights, divided)
         return self._single_part_output(rows, targets, weights, divided)

@@ -169,9 +169,7 @@ class ModelOutput(NamedTuple):
         transform, V = self.options.transform, vocabulary_of(self.logits)
         transform.check_targets(None, self.names.targets, targets, V, counted=counted, shift=shift)
 
-    def weighted(
-        self, targets: Tensor, weights: Tensor, *, active: Tensor | None = None, **overrides: Any
-    ) -> WeightedNLL:
+    def weighted(self, targets: Tensor, weights: Tensor, active: Tensor | None = None, **overrides: Any) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
         weights = (weights.detach() if weights.requires_grad else weights).to(self.accum_dtype)
         return weighted_nll_unchecked(self._call(overrides, targets, active, weights))

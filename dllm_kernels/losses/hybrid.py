@@ -103,9 +103,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
         )  # fmt: skip
 
-    def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
-    ) -> DLLMLossOutput:
+    def _loss(self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None) -> DLLMLossOutput:
         ids = batch.target_ids
         check_tensor(rows.names.rows, rows.x)
         check_tensor("target_ids", ids)
@@ -114,7 +112,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         # without an AR part, any number of positions may follow the diffusion rows
         width = 2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None
         rows = rows.checked(ids, width=width, branches=1 if causal is None or batch.loss_mask_ar is None else 2)
-        batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
+        batch.check_unused(causal=causal, noisy_input_ids=batch.noisy_input_ids)
         self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)

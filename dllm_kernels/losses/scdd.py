@@ -175,15 +175,13 @@ class SCDDLoss(DiffusionLoss):
         self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self._checked_schedule()
 
-    def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
-    ) -> DLLMLossOutput:
+    def _loss(self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None) -> DLLMLossOutput:
         schedule = self._checked_schedule()
         rows = rows.checked(batch.target_ids)
         _checks.check_column("mask_token_id", self.mask_token_id, rows.vocabulary)
         rows = rows.transformed(skip_id=self.mask_token_id)
         batch.check_unused(causal=causal, noise_mask=batch.noise_mask)
-        z = _checked_noisy(noisy_input_ids, batch.target_ids)
+        z = _checked_noisy(batch)
         _check_times(batch)
         supervised, count = batch.supervised, batch.num_diffusion_tokens
         x = batch.target_ids.long()
@@ -283,13 +281,13 @@ class _Step(NamedTuple):
         return cls(*torch.stack(step).to(dtype))
 
 
-def _checked_noisy(noisy_input_ids: Any, target_ids: Tensor) -> Tensor:
+def _checked_noisy(batch: Batch) -> Tensor:
     """Check the noisy tokens and return them as int64."""
-    if noisy_input_ids is None:
+    z: Any = batch.noisy_input_ids
+    if z is None:
         raise ValueError("noisy_input_ids must be given, got None; pass the tokens that the model received")
-    _checks.check_like("target_ids", target_ids, _checks.INT_DTYPES, noisy_input_ids=noisy_input_ids)
-    z: Tensor = plain(noisy_input_ids).long()
-    return z
+    _checks.check_like("target_ids", batch.target_ids, _checks.INT_DTYPES, noisy_input_ids=z)
+    return z.long()  # type: ignore[no-any-return]
 
 
 def _check_times(batch: Batch) -> None:

@@ -147,9 +147,7 @@ def _checked_bump(hidden: Tensor, bump: Any) -> Tensor | None:
     return torch.full(rows, float(bump), dtype=dtype, device=hidden.device)
 
 
-def soft_embedding_unchecked(
-    call: Call, bump: Tensor | None, *, embedding: Tensor, split: Split | None = None
-) -> Tensor:
+def soft_embedding_unchecked(call: Call, bump: Tensor | None, embedding: Tensor, split: Split | None = None) -> Tensor:
     """Compute :func:`soft_embedding` of validated constants; ``call.ids`` are the columns of the bumps."""
     hidden, head, rows = call.x, call.head, call.rows
     assert head is not None
@@ -205,7 +203,7 @@ def _expectation(
                 bumped = z + rows.take(bump, chunk).unsqueeze(1)
             result = primitives.stats.forward(logits[None], request)
             c = _coefficients(request, result, bumped)
-            primitives.stats.backward(logits[None], request, c, result.row_max, result.log_sum, logits[None])
+            primitives.stats.backward(logits[None], request, c, result.norms, logits[None])
             rows.put(out, chunk, torch.mm(logits.to(setup.dtype), table))
         (out,) = rows.finished([out])
         return [out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(setup.dtype)]

@@ -110,9 +110,7 @@ class RowPrimitives(ABC):
         """Write the gradient of ``divergence`` to ``out``; see ``rows/_divergence.py``."""
 
     @abstractmethod
-    def row_norms(
-        self, logits: Tensor, transform: Transform, skip: Tensor | None, start: int, /
-    ) -> tuple[Tensor, Tensor]:
+    def row_norms(self, logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
         """Return norms and argmax of rows ``[C, V']``; see ``rows/_divergence.py``."""
 
     @abstractmethod

@@ -91,7 +91,7 @@ def rest_backward(
     # Not whole: a backend may normalize whole rows by itself.
     no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
     coefficients = Coefficients(torch.zeros_like(c.grad_ids[:, :1]), others)
-    primitives.stats.backward(logits, no_ids, coefficients, row_max, log_sum, out)
+    primitives.stats.backward(logits, no_ids, coefficients, (row_max, log_sum), out)
     if grad_ids is None:
         return
     grad_ids = torch.where(held, grad_ids, grad_ids.gather(1, first_held)).to(out.dtype)
