@@ -416,17 +416,13 @@ def checked_pair(name: str, value: Any, parts: str) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
-def checked_extra(
-    names: Names, hidden: Tensor, weight: Tensor, extra: Any, *, casts: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
-    """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given.
+def checked_extra(names: Names, hidden: Tensor, weight: Tensor, extra: Any, *, casts: bool = False) -> Extra:
+    """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``.
 
     ``casts``: see :func:`check_rows`.
     """
     name = names.extra
     u, second = checked_pair(name, extra, "(u, U)")
-    if u is None or second is None:
-        return None, None
     check_float(f"{name}[0]", u)
     check_float(f"{name}[1]", second)
     check_ndim(f"{name}[1]", second, 2, "[V, r]")

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,12 +58,9 @@ class ShardPrimitives(NLLOfStats, RowPrimitives):
         self.add_parts, self.local_ids = shard.add_parts, shard.local_ids
         self.part_of = functools.partial(_divergence.part_of, shard)
 
-    def nll_and_grad_(
-        self, logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, with_ids: bool = False,
-        transform: Transform = NO_TRANSFORM,
-    ) -> NLL:  # fmt: skip
+    def nll_and_grad_(self, logits: Tensor, targets: Tensor, scale: Tensor, **options: Any) -> NLL:
         """See ``rows/_primitives.py``."""
-        out = self.nll(logits[None], targets, with_correct=with_correct, with_ids=with_ids, transform=transform)
+        out, transform = self.nll(logits[None], targets, **options), options.get("transform", NO_TRANSFORM)
         self.nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
         return out
 

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels import _checks, ops
+from dllm_kernels._checks import Extra
 from dllm_kernels._checks._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, origin
 from dllm_kernels.losses._block_weights import BlockWeights
@@ -173,13 +174,12 @@ NAMES = dict(zip(KINDS, REPLACEMENTS, strict=True))  # of the functions in the t
 
 
 def speculators_metrics(
-    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, loss_mask: Tensor,
-    block_size: int = 1, gamma: float = 4.0, loss_config: Mapping[str, Any] | None = None,
-    per_position_loss_weight: str = "fixed-exp-decay", dpace_alpha: float = 0.5, sample_from_anchor: bool = False, *,
-    acceptance: bool = False, confidence_logits: Tensor | None = None, confidence_head_alpha: float = 1.0,
-    bias: Tensor | None = None, extra: _checks.Extra | None = None, teacher_weight: Tensor | None = None,
-    teacher_bias: Tensor | None = None, teacher_extra: _checks.Extra | None = None,
-    teacher_rows: Tensor | None = None, draft_to_target: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, loss_mask: Tensor, block_size: int = 1, gamma: float = 4.0,
+    loss_config: Mapping[str, Any] | None = None, per_position_loss_weight: str = "fixed-exp-decay",
+    dpace_alpha: float = 0.5, sample_from_anchor: bool = False, *, acceptance: bool = False,
+    confidence_logits: Tensor | None = None, confidence_head_alpha: float = 1.0, bias: Tensor | None = None,
+    extra: Extra | None = None, teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_extra: Extra | None = None, teacher_rows: Tensor | None = None, draft_to_target: Tensor | None = None,
     chunk_size: int | None = None, logits_dtype: torch.dtype | None = None, backend: str = "auto",
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Compute the loss and metrics of speculators' ``compute_metrics`` from hidden states.
@@ -330,7 +330,7 @@ class _Metrics:
 
     def decay(self) -> tuple[Tensor, ops.Divergence, dict[str, Tensor]]:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
-        weights = self._shares(self.weighting.row_weights(self.mask, self.block_size), EPS["loss"])
+        weights = self._shares(self.weighting.row_weights(self.mask, self.block_size, None, None), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
         if any(kind.values()):
             result = self.divergence(weights, kind=kind)
@@ -344,7 +344,7 @@ class _Metrics:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""
         ((name, weight),) = self.terms.items()
         result = self.divergence(self.mask != 0, kind=KINDS[name], reduction="none")
-        weights = self.weighting.row_weights(self.mask, self.block_size, torch.exp(-result.value))
+        weights = self.weighting.row_weights(self.mask, self.block_size, torch.exp(-result.value), None)
         return weight * sum_of_rows(result.loss, self._shares(weights, EPS["loss"])), result, {}
 
     def confidence(self, logits: Tensor, a: Tensor) -> tuple[Tensor, Metrics]:

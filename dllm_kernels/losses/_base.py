@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._checks._target_range import first_fraction, first_true
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, plain_count, readable_without_sync
@@ -213,9 +214,8 @@ class DiffusionLoss(TransformedLoss):
         self.shift = _checks.checked_bool("shift", shift)
 
     def forward(
-        self, logits: Logits, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor,
-        loss_mask: Tensor, loss_mask_ar: Tensor | None = None,
-        num_diffusion_tokens: int | Tensor | None = None, num_ar_tokens: int | Tensor | None = None,
+        self, logits: Logits, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor, loss_mask: Tensor,
+        loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None, num_ar_tokens: Count = None,
         causal_logits: Logits | None = None, noisy_input_ids: Tensor | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits. All losses take the same arguments and also check the unused ones.
@@ -262,7 +262,7 @@ class DiffusionLoss(TransformedLoss):
         self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor,
         loss_mask: Tensor, loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None,
         num_ar_tokens: Count = None, noisy_input_ids: Tensor | None = None, *, causal_hidden: Tensor | None = None,
-        lm_head_bias: Tensor | None = None, extra: _checks.Extra | None = None, chunk_size: int | None = None,
+        lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.

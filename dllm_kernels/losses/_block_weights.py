@@ -190,9 +190,7 @@ class BlockWeights(NamedTuple):
         decay = torch.exp(rising / (math.inf if gamma is None else gamma))
         return torch.where(rising > 0, 0.0, decay) if self.decay_from else decay
 
-    def row_weights(
-        self, mask: Tensor, block_size: int | None, q: Tensor | None = None, prefix: Tensor | None = None
-    ) -> Tensor:
+    def row_weights(self, mask: Tensor, block_size: int | None, q: Tensor | None, prefix: Tensor | None) -> Tensor:
         """Compute the detached row weights ``[B, T]`` before the denominator.
 
         The decay needs no confidence ``q``, and D-PACE takes no ``prefix``.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
@@ -171,7 +172,7 @@ class DFlashDecayLoss(DraftLoss):
     def forward_fused(
         self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, block_mask: Tensor, num_tokens: Count = None,
         block_size: int | None = None, lm_head_bias: Tensor | None = None, *, num_blocks: Count = None,
-        num_sequences: Count = None, prefix: Tensor | None = None, extra: _checks.Extra | None = None,
+        num_sequences: Count = None, prefix: Tensor | None = None, extra: Extra | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
@@ -294,7 +295,7 @@ class DFlashDecayLoss(DraftLoss):
         token_nll = token_nll.to(accum_dtype(token_nll.dtype))
         mask = block_mask.to(token_nll.dtype)
         weighting, counts = self._checked_weighting(), Counts(num_tokens, num_blocks, num_sequences)
-        weights = weighting.row_weights(mask, block_size, torch.exp(-token_nll.detach()))
+        weights = weighting.row_weights(mask, block_size, torch.exp(-token_nll.detach()), None)
         out = single_loss(sum_of_rows(token_nll, weighting.normalized(weights, mask, block_size, counts)), weights)
         return replaced(out, draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 

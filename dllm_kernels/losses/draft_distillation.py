@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import Counts
@@ -188,10 +189,9 @@ class DraftDistillationLoss(DraftLoss):
 
     def forward(
         self, logits: Logits, teacher_logits: Logits | None, target_ids: Tensor | None, block_mask: Tensor,
-        num_tokens: int | Tensor | None = None, block_size: int | None = None, *, teacher_rows: Tensor | None = None,
-        draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None,
-        num_blocks: int | Tensor | None = None, num_sequences: int | Tensor | None = None,
-        total_weight: float | Tensor | None = None,
+        num_tokens: Count = None, block_size: int | None = None, *, teacher_rows: Tensor | None = None,
+        draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None, num_blocks: Count = None,
+        num_sequences: Count = None, total_weight: float | Tensor | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss, the acceptance rates and the draft accuracy from logits.
 
@@ -276,9 +276,9 @@ class DraftDistillationLoss(DraftLoss):
         self, hidden: Tensor, lm_head_weight: Tensor, teacher_hidden: Tensor | None, target_ids: Tensor | None,
         block_mask: Tensor, num_tokens: Count = None, block_size: int | None = None, lm_head_bias: Tensor | None = None,
         *, teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
-        teacher_extra: _checks.Extra | None = None, teacher_rows: Tensor | None = None,
+        teacher_extra: Extra | None = None, teacher_rows: Tensor | None = None,
         draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None, num_blocks: Count = None,
-        num_sequences: Count = None, total_weight: float | Tensor | None = None, extra: _checks.Extra | None = None,
+        num_sequences: Count = None, total_weight: float | Tensor | None = None, extra: Extra | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of two ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.

@@ -200,7 +200,7 @@ class SCDDLoss(DiffusionLoss):
             weights = torch.where(masked, t.to(rows.accum_dtype).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
             out = self._single_part_output(rows, self._predictable(x), weights, divide(weights, count, supervised))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
-        step = _Step.between(self.num_timesteps, schedule, t, rows.vocabulary - 1, rows.accum_dtype)
+        step = _Step.between(self.num_timesteps, schedule, t, rows)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.accum_dtype)
         divided = divide(times, count, supervised)
         return single_loss((costs * divided).sum(), steps, costs * times if self._returns_rows() else None)
@@ -262,11 +262,9 @@ class _Step(NamedTuple):
     r: Tensor
 
     @classmethod
-    def between(
-        cls, num_timesteps: int, schedule: tuple[float, float, float], t: Tensor, K: int, dtype: torch.dtype
-    ) -> _Step:
+    def between(cls, num_timesteps: int, schedule: tuple[float, float, float], t: Tensor, rows: ModelOutput) -> _Step:
         """Compute the coefficients, one per sequence, in float64, because they are differences of close values."""
-        t = t.detach().double().clamp(0, 1)
+        t, K = t.detach().double().clamp(0, 1), rows.vocabulary - 1
         s = t - 1 / num_timesteps  # the schedule clamps to 0
         both = _schedule(torch.stack([s, t]), *schedule)  # one call, because each operation is a launch on a GPU
         (rho_s, rho_t), (base_s, base_t) = both.rho, (1 - both.rho) / K
@@ -278,7 +276,7 @@ class _Step(NamedTuple):
             u=fell / positive / K,
             r=rho_t / positive,
         )  # fmt: skip
-        return cls(*torch.stack(step).to(dtype))
+        return cls(*torch.stack(step).to(rows.accum_dtype))
 
 
 def _checked_noisy(batch: Batch) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._plain import all_plain, plain_count
 from dllm_kernels.head._module import HOOKS
 from dllm_kernels.head._parameters import head_bias, head_weight
@@ -175,7 +176,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         self.logit_softcapping = value or 0
 
     def record(
-        self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, extra: _checks.Extra | None,
+        self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, extra: Extra | None,
         dtype: torch.dtype | None,
     ) -> LinearLogits:  # fmt: skip
         """Return the record of the logits of the loss."""
@@ -185,7 +186,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
     def forward(
         self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,
         grad_reduce_group: Any = None, loss_weights: Tensor | None = None, *, lm_bias: Tensor | None = None,
-        logits_dtype: torch.dtype | None = None, extra: _checks.Extra | None = None,
+        logits_dtype: torch.dtype | None = None, extra: Extra | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute the loss.
 

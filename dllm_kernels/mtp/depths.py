@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, plain, plain_count, readable_without_sync
 from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, logits_of
@@ -114,7 +115,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     ignore_index: int | None = IGNORE, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
     lm_weight: Tensor | None = None, logits_dtype: torch.dtype | None = None, grad_reduce_group: Any = None,
     loss_weights: Tensor | None = None, return_per_depth: bool = False, lm_bias: Tensor | None = None,
-    extra: _checks.Extra | None = None,
+    extra: Extra | None = None,
 ) -> Tensor | MTPLossOutput:  # fmt: skip
     r"""Compute the multi-token-prediction auxiliary loss.
 
@@ -282,7 +283,7 @@ def _as_list(name: str, tensors: Any) -> list[Any]:
         raise TypeError(f"{name} must be a list of tensors, one per depth, got {_checks.type_name(tensors)}") from None
 
 
-def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Logits]) -> list[_checks.Extra | None]:
+def _extra_of_depths(extra: Extra | None, outputs: list[Logits]) -> list[Extra | None]:
     """Return the low-rank part of the head for each depth, with rows laid out like the depth's output."""
     u, second = _checks.checked_pair("extra", extra, "(u, U)")
     if u is None or second is None:

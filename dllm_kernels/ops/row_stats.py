@@ -163,9 +163,7 @@ def linear_row_stats(
     )  # fmt: skip
 
 
-def row_stats_of_best(
-    logits: Logits, ids: Tensor, *, entropy: bool = False, check_targets: bool | None = None
-) -> RowStats:  # fmt: skip
+def row_stats_of_best(logits: Logits, ids: Tensor, *, entropy: bool, check_targets: bool | None) -> RowStats:
     """Compute :func:`row_stats` with ``with_ids``; ``log_probs [..., K + 1]`` has that of the argmax last."""
     options = Options(check_targets=check_targets, with_lse=True, with_ids=True, with_best=True)
     call = checked(NAMES, logits, ids, options, several=True)
@@ -188,9 +186,7 @@ def _checked_mix(call: Call, mix: Mix | None) -> Any:
     return mix
 
 
-def row_stats_unchecked(
-    call: Call, mix: Mix | None = None, flags: StatsFlags = NO_FLAGS, split: Split | None = None
-) -> Any:
+def row_stats_unchecked(call: Call, mix: Mix | None, flags: StatsFlags = NO_FLAGS, split: Split | None = None) -> Any:
     """Compute :func:`row_stats` of a validated call; :class:`RestStats` if ``options.rest``."""
     if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank

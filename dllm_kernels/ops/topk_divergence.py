@@ -129,7 +129,7 @@ def topk_divergence(
     call, teacher = _checked(logits, top_ids, options, top_log_probs, weights)
     per_row = _checks.is_per_row(reduction)
     if call.head is None or per_row or torch.compiler.is_compiling() or not has_values(call.x):
-        return _result(fn, row_stats_unchecked(call), teacher, per_row)
+        return _result(fn, row_stats_unchecked(call, None), teacher, per_row)
     out = row_objective_unchecked(call, tuple(teacher), fn=partial(_weighted, fn))
     return replaced(_result(fn, out, teacher, False), loss=out.loss)
 

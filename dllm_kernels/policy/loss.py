@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses._common import Count, check_counts, divide, next_tokens, shift_left
@@ -214,7 +215,7 @@ class PolicyLoss(nn.Module):
     def forward_fused(
         self, hidden: Tensor, lm_head_weight: Tensor, ids: Tensor, views: PolicyViews, old: Tensor | None,
         advantages: Tensor, ref: Tensor | None = None, *, num_tokens: Count = None, with_entropy: bool = False,
-        lm_head_bias: Tensor | None = None, extra: _checks.Extra | None = None, chunk_size: int | None = None,
+        lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None, temperature: float = 1.0,
         softcap: float | None = None, skip_id: int | None = None, backend: str = "auto",
     ) -> PolicyLossOutput:  # fmt: skip

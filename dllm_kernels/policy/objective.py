@@ -152,8 +152,10 @@ class PolicyObjective:
             raise ValueError(f"ref must be given for kl={self.kl!r}, got None")
 
     def _policy_term(self, s: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-        # Select by ``where`` before the exponential: where it overflows, a selection after it has the gradient
-        # 0 * inf = NaN. A NaN score stays NaN at any advantage.
+        """Select by ``where`` before the exponential: if it overflows, a selection after it has the gradient NaN.
+
+        A NaN score stays NaN at any advantage.
+        """
         zero = (advantages == 0) & ~s.isnan()
         if self.kind == "reinforce":
             return -advantages * torch.where(zero, 0.0, s)

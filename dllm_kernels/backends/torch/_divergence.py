@@ -364,9 +364,7 @@ def _whole_rows(
     )
 
 
-def _gradient(
-    program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: tuple[Tensor, ...]
-) -> Tensor:
+def _gradient(program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: Sequence[Tensor]) -> Tensor:
     """Compute the gradient of a block from the statistics of its rows."""
     weight, y, stats, teacher_argmax, whole = row
     _softmaxes(block)
