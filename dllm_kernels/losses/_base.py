@@ -25,6 +25,8 @@ from dllm_kernels.rows._logits import LinearLogits, Logits
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._transform import Transform
 
+Aligned = tuple[Tensor, Tensor, Tensor]  # target of each row, and its weight before and over the denominator
+
 
 class TransformedLoss(nn.Module):
     """Base module with the options common to all losses: logits transform, reduction and backend.
@@ -289,11 +291,10 @@ class DiffusionLoss(TransformedLoss):
         rows = rows.checked(batch.target_ids)
         batch.check_unused(causal=causal, noisy_input_ids=batch.noisy_input_ids)
         weights, divided = self._weights(batch, rows)
-        targets, weights, divided = self._aligned(rows, batch, weights, divided)
-        return self._single_part_output(rows, targets, weights, divided)
+        return self._single_part_output(rows, *self._aligned(rows, batch, weights, divided))
 
     @staticmethod
-    def _aligned(rows: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _aligned(rows: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor) -> Aligned:
         """Check the targets; return the target of each row and both its weights, given the weights of the tokens."""
         if not batch.shift:
             rows.check_targets(batch.target_ids, weights)

@@ -13,11 +13,10 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops.divergence import Divergence, TeacherInput, checked_comparison, divergence_unchecked
+from dllm_kernels.ops.divergence import Compared, TeacherInput
 from dllm_kernels.ops.row_stats import Mix, RowStats, row_stats_unchecked
 from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL, token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits, names_of
-from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
 from dllm_kernels.rows._options import Options
@@ -160,6 +159,18 @@ class ModelOutput(NamedTuple):
             )
         return checked
 
+    def beside(self, raw: ModelOutput, valid: ModelOutput) -> ModelOutput | None:
+        """Return this output without a check if it is like ``raw``, which was found ``valid``; otherwise None."""
+        kinds = [(type(x), x.shape, x.dtype, x.device) if type(x) is Tensor else x for x in (self.x, raw.x)]
+        if self.options is not raw.options or kinds[0] is self.x or kinds[0] != kinds[1]:
+            return None
+        if not isinstance(self.logits, LinearLogits):
+            return replaced(valid, names=self.names, logits=self.logits) if raw.stored else None
+        if self.logits.extra is not None or not self.logits.like(raw.logits):
+            return None
+        record: Any = valid.logits
+        return replaced(valid, names=self.names, logits=replaced(record, hidden=self.x))
+
     def check_targets(self, target_ids: Tensor, counted: Tensor, *, shift: int = 0) -> None:
         """Check the range of the plain ``target_ids [B, L]`` from column ``shift`` on, the first that is predicted.
 
@@ -194,13 +205,9 @@ class ModelOutput(NamedTuple):
             raise ValueError("fp32_upcast must be True for a loss that is not a sum of NLLs, got False")
         return row_stats_unchecked(self._call({}, ids, active), mix and all_plain(*mix), StatsFlags(**flags))  # type: ignore[no-any-return]
 
-    def divergence(
-        self, teacher: TeacherInput, weights: Tensor, targets: Tensor, *, spec: DivergenceSpec,
-        temperature: float, reduction: str = "sum",
-    ) -> Divergence:  # fmt: skip
-        """Compute the divergence to a teacher, which is checked here."""
-        call = self._call({}, targets, None, weights.detach())
-        return divergence_unchecked(*checked_comparison(self.names, call, teacher, spec, temperature, reduction))
+    def compared(self, teacher: TeacherInput, targets: Tensor, weights: Tensor) -> Compared:
+        """Compare with a teacher, which is checked here."""
+        return Compared.checked(self.names, self._call({}, targets, None, weights.detach()), teacher)
 
     def _call(self, overrides: dict[str, Any], ids: Tensor, active: Any, weights: Any = None) -> Call:
         options = replaced(self.options, **overrides) if overrides else self.options

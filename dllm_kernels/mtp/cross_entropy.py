@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dllm_kernels import _checks
 from dllm_kernels._checks import Extra
-from dllm_kernels._graph._plain import all_plain, plain_count
+from dllm_kernels._graph._plain import all_plain, plain, plain_count
 from dllm_kernels.head._module import HOOKS
 from dllm_kernels.head._parameters import head_bias, head_weight
 from dllm_kernels.losses._base import TransformedLoss
@@ -36,10 +36,17 @@ class CrossEntropy(TransformedLoss):
 
     ignore_index: int
 
-    def checked(self, names: _checks.Names, logits: Logits, labels: Tensor) -> tuple[ModelOutput, Tensor]:
-        """Validate logits, or their record, and labels; return both, with the labels as targets of the ops."""
-        rows = self._rows(logits, self._options(), names).checked_any_shape(labels)
-        return rows, self.targets_of(labels)
+    def checked(self, *outputs: tuple[_checks.Names, Logits, Tensor]) -> list[ModelOutput]:
+        """Validate (names, logits or their record, labels) of each output, beside the first one if they are like it."""
+        names, logits, labels = outputs[0]
+        raw = self._rows(logits, self._options(), names)
+        first = raw.checked_any_shape(labels)
+        checked = [first]
+        for names, logits, ids in outputs[1:]:
+            rows = ModelOutput.of(logits, raw.options, names, raw.chunk_rows)
+            valid = rows.beside(raw, first) if ids.device == labels.device else None
+            checked.append(valid or rows.checked_any_shape(ids))
+        return checked
 
     def targets_of(self, labels: Tensor) -> Tensor:
         """Return the labels as targets of the ops, -100 if ignored."""
@@ -56,8 +63,9 @@ class CrossEntropy(TransformedLoss):
         self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count, loss_weights: Tensor | None
     ) -> Tensor:
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        rows, targets = self.checked(NAMES, logits, labels)
-        shape = _shape_of_rows(rows, labels)
+        (rows,) = self.checked((NAMES, logits, labels))
+        targets, shape = self.targets_of(labels), _shape_of_rows(rows, labels)
+        check_loss_weights(targets, loss_weights)
         weights = position_weights(rows.x, targets, mask, loss_weights)
         self.check_range("labels", targets, rows.vocabulary, weights)
         targets, weights = targets.reshape(shape), weights.reshape(shape)
@@ -253,14 +261,19 @@ def position_weights(like: Tensor, targets: Tensor, mask: Tensor | None, loss_we
         counts = counts & (mask.reshape(targets.shape) != 0)
     if loss_weights is None:
         return counts.to(dtype)
-    _checks.check_like("labels", targets, loss_weights=loss_weights)
-    _checks.check_constant("loss_weights", loss_weights)
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
 
+def check_loss_weights(targets: Tensor, loss_weights: Any) -> None:
+    """Raise unless the weights are None, or a constant shaped like the targets."""
+    if loss_weights is not None:
+        _checks.check_like("labels", targets, loss_weights=plain(loss_weights))
+        _checks.check_constant("loss_weights", loss_weights)
+
+
 def as_targets(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return labels as targets of the ops, -100 if ignored."""
-    labels = to_int64(labels)
+    """Return validated labels as targets of the ops, -100 if ignored."""
+    labels = plain(labels).long()
     return labels if ignore_index == IGNORE else labels.masked_fill(labels == ignore_index, IGNORE)
 
 

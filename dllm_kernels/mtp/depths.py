@@ -204,13 +204,18 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             outputs = [loss_fn.record(rows_of(h), weight, bias, pair, logits_dtype) for h, pair in pairs]
         else:
             outputs = [opened(z, loss_fn.transform) for z in outputs]
+        parts = _parts(loss_fn, name, outputs, targets, counts)
         records = [z for z in outputs if isinstance(z, LinearLogits)]
         if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
-            rows, ids, weights, divided = _stacked(loss_fn, name, records, targets, counts)
+            rows, ids, weights, divided = _stacked(parts, records)
             if not return_per_depth:
                 return rows.weighted(ids, divided * factor).loss
-            parts = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
-            return MTPLossOutput(parts.sum() * factor, list(parts.unbind()), weights.sum())
+            sums = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
+            return MTPLossOutput(sums.sum() * factor, list(sums.unbind()), weights.sum())
+        losses = [rows.weighted(ids, divided).loss for rows, ids, _, divided in parts]
+        total = torch.stack(losses).sum(0) * factor
+        weights = torch.stack([part[2] for part in parts])
+        return MTPLossOutput(total, losses, weights.sum()) if return_per_depth else total
     common = counts | dtype | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
     explicit_head = not are_logits and not (lm_weight is None and lm_bias is None)
     if from_hidden or explicit_head:
@@ -237,6 +242,9 @@ def _checked_factor(scaling_factor: Any) -> float | Tensor:
     _checks.check_constant("scaling_factor", scaling_factor)
     factor: float | Tensor = plain_count(scaling_factor)
     return factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
+
+
+_Part = tuple[ModelOutput, Tensor, Tensor, Tensor]
 
 
 class _Target(NamedTuple):
@@ -309,23 +317,32 @@ def _checked_targets(
     return [_Target(target, f"mtp_per_depth_targets[{k}]") for k, target in enumerate(each)]
 
 
-def _stacked(
-    loss_fn: CrossEntropy, name: str, records: list[LinearLogits], targets: list[_Target], counts: dict[str, Any]
-) -> tuple[ModelOutput, Tensor, Tensor, Tensor]:
-    """Validate all depths; return their rows, targets and weights, before and over the denominator, stacked."""
+def _parts(
+    loss_fn: CrossEntropy, name: str, outputs: list[Logits], targets: list[_Target], counts: dict[str, Any]
+) -> list[_Part]:
+    """Validate all depths; return rows, targets and weights of each, before and over the denominator."""
     base.check_sum_only(loss_fn.reduction, **counts)
+    places = [f"{name}[{k}]" for k in range(len(outputs))]
+    names = [replaced(base.NAMES, rows=at, hidden=at, targets=t.name) for at, t in zip(places, targets, strict=True)]
+    checked = loss_fn.checked(*zip(names, outputs, [target.ids for target in targets], strict=True))
+    base.check_loss_weights(targets[0].ids, counts["loss_weights"])
     parts = []
-    for k, (record, target) in enumerate(zip(records, targets, strict=True)):
-        names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
-        rows, ids = loss_fn.checked(names, record, target.ids)
+    for rows, target in zip(checked, targets, strict=True):
+        ids = loss_fn.targets_of(target.ids)
         weights = position_weights(rows.x, ids, None, counts["loss_weights"])
         loss_fn.check_range(target.name, ids, rows.vocabulary, weights, target.shift)
         parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
+    return parts
+
+
+def _stacked(parts: list[_Part], records: list[LinearLogits]) -> _Part:
+    """Return the parts of all depths as one, for records of one head."""
     (first, *others), *tensors = zip(*parts, strict=True)
     stacked = first.stack(*others)
     assert stacked is not None  # the caller compared the heads
     logits = replaced(stacked.logits, num_active=_total([record.num_active for record in records]))
-    return replaced(stacked, logits=logits), *map(torch.stack, tensors)
+    ids, weights, divided = map(torch.stack, tensors)
+    return replaced(stacked, logits=logits), ids, weights, divided
 
 
 def _total(bounds: list[Any]) -> int | None:

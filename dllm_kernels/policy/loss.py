@@ -205,7 +205,7 @@ class PolicyLoss(nn.Module):
             log_probs, entropy = _log_probs(rows, ids, scored, with_entropy)
             by_token = self.level == "token"
             scores = views.token_scores(log_probs) if by_token else views.sequence_scores(log_probs, mean=True)
-            value = self.objective(scores, c.old, c.advantages, c.ref)
+            value = self.objective.unchecked()(scores, c.old, c.advantages, c.ref)
             loss = torch.where(c.counted, value * c.factors, 0.0).sum()
         metrics = score_metrics(self.objective, scores, c.old, c.advantages, c.ref)
         ratio, clip_fraction, kl = (None if t is None else _mean(t, c.counted) for t in metrics)
@@ -230,7 +230,7 @@ class PolicyLoss(nn.Module):
         self, rows: ModelOutput, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
-        objective = self.objective
+        objective = self.objective.unchecked()
         constants = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
 
         def value(stats: RowStats, weights: Tensor, *values: Tensor) -> Tensor:
