@@ -11,7 +11,6 @@ import torch
 
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
-    DFlashDecayLoss,
     DraftDistillationLoss,
     HybridDiffusionLLMLoss,
     IDLMLoss,
@@ -32,7 +31,7 @@ from tests.mtp.test_mtp import S as LENGTH
 from tests.ops.test_errors import FLOATS, META, ON, Call, X, Y, all_on, probable, raises
 from tests.policy.test_loss import V as POLICY_V
 from tests.policy.test_loss import batch as policy_batch
-from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, to_device, value_of
+from tests.support.cases import BY_NAME, CASES, FIRSTS, LOSSES, MASK_ID, ROWS, to_device, value_of
 from tests.support.parity import value_and_grads
 from tests.support.recorded import ReadBack, record_ops
 
@@ -46,12 +45,6 @@ def test_idlm_makes_one_call(auto_balance, monkeypatch):
     assert seen[0].call.x is x
 
 
-BOUNDED = (
-    MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, SCDDLoss, IDLMLoss, DFlashDecayLoss,
-    DraftDistillationLoss, BY_NAME["encoder AR"].loss,
-)  # fmt: skip
-
-
 def in_chunks_of_five(case, arguments, options):
     """Return the output of the fused form of the loss, in chunks of five rows on the code path of a GPU."""
     settings = {**case.settings, "backend": "triton"}
@@ -62,7 +55,7 @@ def in_chunks_of_five(case, arguments, options):
     return case.loss(**settings).forward_fused(**arguments, **options, chunk_size=5)
 
 
-WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transform]
+WITH_BOUND = [case for case in (*LOSSES, *ROWS) if not case.transform]
 # The cases of a loss that have other passes over the rows than its first one.
 OTHER_PASSES = (
     "hybrid, one tensor", "dflash, dpace", "idlm, balanced", "scdd, no uniform noise, shift", "mdlm, counted, rows"
