@@ -56,7 +56,7 @@ def _check_summed(name: str, t: object, group: object) -> None:
 
 
 def _summed(t: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    # Contiguous, because a collective sums memory, and the strides of two ranks may order the elements differently.
+    """Sum contiguous copies, because a collective sums memory, and the strides of two ranks may differ."""
     total = t.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

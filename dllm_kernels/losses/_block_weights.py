@@ -88,7 +88,10 @@ def _repeated(blocks: Tensor, rows: int) -> Tensor:
     return blocks.unsqueeze(2).expand(*blocks.shape, rows).flatten(1)
 
 
-def counts_per_offset(correct: Tensor, block_mask: Tensor, rows: int | None) -> tuple[Tensor | None, Tensor | None]:
+PerOffset = tuple[Tensor | None, Tensor | None]  # correct and valid rows of each offset of a block
+
+
+def counts_per_offset(correct: Tensor, block_mask: Tensor, rows: int | None) -> PerOffset:
     """Sum ``correct * block_mask`` and ``block_mask``, both ``[B, T]``, over batch and blocks of ``rows`` rows.
 
     Float32; ``correct`` may be bool or float. (None, None) if ``rows`` is None or below 1, or T is not a multiple.

@@ -92,11 +92,8 @@ class ModelOutput(NamedTuple):
 
     def blocks_as_sequences(self) -> ModelOutput:
         """Return rows of blocks ``[B, blocks, k, ...]`` as rows of sequences ``[B, blocks * k, ...]``."""
-
-        def as_sequences(t: Any) -> Any:
-            return t.flatten(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t
-
-        return replaced(self, logits=map_rows(self.logits, as_sequences))
+        logits = map_rows(self.logits, lambda t: t.flatten(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t)
+        return replaced(self, logits=logits)
 
     def stack(self, *others: ModelOutput) -> ModelOutput | None:
         """Stack with other rows of the same head in a new dimension, or return None if the heads differ.

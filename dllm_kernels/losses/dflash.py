@@ -9,7 +9,7 @@ from dllm_kernels import _checks
 from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
-from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
+from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, PerOffset, counts_per_offset, size_of_blocks
 from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
 from dllm_kernels.ops.token_nll import token_nll_unchecked
@@ -273,9 +273,7 @@ class DFlashDecayLoss(DraftLoss):
         return self._checked_weighting().decay(T, block_size, device, dtype)
 
     @staticmethod
-    def _draft_acc_per_pos(
-        correct: Tensor, block_mask: Tensor, block_size: int | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _draft_acc_per_pos(correct: Tensor, block_mask: Tensor, block_size: int | None) -> PerOffset:
         """Count correct and valid rows per offset of blocks of ``block_size - 1`` rows, for external callers."""
         return counts_per_offset(correct, block_mask, None if block_size is None else block_size - 1)
 

@@ -107,7 +107,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         ids = batch.target_ids
         check_tensor(rows.names.rows, rows.x)
         check_tensor("target_ids", ids)
-        concatenated = causal is None and _is_longer(rows.x, ids)
+        both = rows.x.dim() == 3 and ids.dim() == 2
+        concatenated = causal is None and both and rows.x.shape[1] > ids.shape[1]
         branches = concatenated and batch.loss_mask_ar is not None
         # without an AR part, any number of positions may follow the diffusion rows
         width = 2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None
@@ -193,10 +194,6 @@ def _per_row_output(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DL
     diffusion = sum_of_rows(nll[:, :L], divided[:, :L])
     out = single_loss(diffusion + sum_of_rows(nll[:, L:], divided[:, L:]), weights, weighted_rows(nll, weights))
     return replaced(out, dllm_loss=diffusion.detach().clone())
-
-
-def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
-    return x.dim() == 3 and target_ids.dim() == 2 and x.shape[1] > target_ids.shape[1]
 
 
 def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

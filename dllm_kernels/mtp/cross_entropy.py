@@ -48,26 +48,15 @@ class CrossEntropy(TransformedLoss):
             checked.append(valid or rows.checked_any_shape(ids))
         return checked
 
-    def targets_of(self, labels: Tensor) -> Tensor:
-        """Return the labels as targets of the ops, -100 if ignored."""
-        return as_targets(labels, self.ignore_index)
-
-    def check_range(self, name: str, targets: Tensor, V: int, counted: Tensor | None, shift: int = 0) -> None:
-        """Check the range of the targets in rows whose entry of ``counted`` is not 0; None: all rows.
-
-        ``shift``: offset of a target in the caller's tensor, for the error message.
-        """
-        self.transform.check_targets(None, name, targets, V, counted=counted, shift=shift)
-
     def _loss(
         self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count, loss_weights: Tensor | None
     ) -> Tensor:
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         (rows,) = self.checked((NAMES, logits, labels))
-        targets, shape = self.targets_of(labels), _shape_of_rows(rows, labels)
+        targets, shape = as_targets(labels, self.ignore_index), _shape_of_rows(rows, labels)
         check_loss_weights(targets, loss_weights)
         weights = position_weights(rows.x, targets, mask, loss_weights)
-        self.check_range("labels", targets, rows.vocabulary, weights)
+        self.transform.check_targets(None, "labels", targets, rows.vocabulary, counted=weights)
         targets, weights = targets.reshape(shape), weights.reshape(shape)
         if self._returns_rows():
             return rows.per_row(targets, weights).nll.flatten()

@@ -254,6 +254,10 @@ class _Target(NamedTuple):
     name: str
     shift: int = 0
 
+    def check_range(self, loss_fn: CrossEntropy, ids: Tensor, V: int, counted: Tensor | None) -> None:
+        """Check the range of the ids in rows whose entry of ``counted`` is not 0; None: all rows."""
+        loss_fn.transform.check_targets(None, self.name, ids, V, counted=counted, shift=self.shift)
+
 
 def _depth_outputs(
     loss_fn: nn.Module, hidden: list[Tensor] | None, logits: list[Logits] | None, labels: Tensor
@@ -328,9 +332,9 @@ def _parts(
     base.check_loss_weights(targets[0].ids, counts["loss_weights"])
     parts = []
     for rows, target in zip(checked, targets, strict=True):
-        ids = loss_fn.targets_of(target.ids)
+        ids = base.as_targets(target.ids, loss_fn.ignore_index)
         weights = position_weights(rows.x, ids, None, counts["loss_weights"])
-        loss_fn.check_range(target.name, ids, rows.vocabulary, weights, target.shift)
+        target.check_range(loss_fn, ids, rows.vocabulary, weights)
         parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
     return parts
 
@@ -340,14 +344,10 @@ def _stacked(parts: list[_Part], records: list[LinearLogits]) -> _Part:
     (first, *others), *tensors = zip(*parts, strict=True)
     stacked = first.stack(*others)
     assert stacked is not None  # the caller compared the heads
-    logits = replaced(stacked.logits, num_active=_total([record.num_active for record in records]))
+    bounds: list[Any] = [record.num_active for record in records]
+    logits = replaced(stacked.logits, num_active=None if None in bounds else sum(bounds))
     ids, weights, divided = map(torch.stack, tensors)
     return replaced(stacked, logits=logits), ids, weights, divided
-
-
-def _total(bounds: list[Any]) -> int | None:
-    """Return the sum of bounds, or None if one is unknown."""
-    return None if None in bounds else sum(bounds)
 
 
 def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:
@@ -362,5 +362,5 @@ def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits:
         counted = plain(common["loss_weights"])
         if counted is not None:
             _checks.check_like("labels", target.ids, loss_weights=counted)
-        loss_fn.check_range(target.name, loss_fn.targets_of(target.ids), V, counted, target.shift)
+        target.check_range(loss_fn, base.as_targets(target.ids, loss_fn.ignore_index), V, counted)
     return base.calculate_loss(loss_fn, labels=target.ids, **rows, **common)

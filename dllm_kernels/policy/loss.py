@@ -12,6 +12,7 @@ score, so the loss uses ``token_nll``: 2 and 4 products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -243,9 +244,8 @@ class PolicyLoss(nn.Module):
         return out.loss, out.log_probs, out.entropy
 
     def _constants(
-        self, views: PolicyViews, scored: Tensor, constants: tuple[Tensor | None, ...], num_tokens: Count,
-        dtype: torch.dtype,
-    ) -> _Constants:  # fmt: skip
+        self, views: PolicyViews, scored: Tensor, values: Sequence[Tensor | None], num_tokens: Count, dtype: torch.dtype
+    ) -> _Constants:
         n = supervised_tokens(views)
         counted = scored.any(0) if self.level == "token" else n > 0
 
@@ -255,7 +255,7 @@ class PolicyLoss(nn.Module):
             t = t[:, None] if t.dim() < counted.dim() else t
             return torch.where(counted, t.detach().to(dtype), 0.0)
 
-        old, advantages, ref = map(clean, constants)
+        old, advantages, ref = map(clean, values)
         assert advantages is not None
         return _Constants(counted, self._factors(counted, n, num_tokens, dtype), advantages, old, ref)
 
