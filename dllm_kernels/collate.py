@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 
@@ -79,7 +80,7 @@ class DLLMCollator:
         self.response_window = _checks.checked_bool("response_window", response_window)
         self.pin_memory = _checks.checked_bool("pin_memory", pin_memory)
 
-    def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate a batch.
 
         Args:
@@ -149,7 +150,7 @@ class DLLMCollator:
         supervised = np.flatnonzero(_as_row("loss_mask", loss_mask))
         return int(supervised[0]) if supervised.size else default
 
-    def _block_fill_ends(self, content_lengths: torch.Tensor, prefix_lengths: torch.Tensor) -> torch.Tensor:
+    def _block_fill_ends(self, content_lengths: Tensor, prefix_lengths: Tensor) -> Tensor:
         """Return the end of each sample's fill ``[B]``: truncated content plus whole blocks from the prefix on."""
         content = content_lengths if self.max_seq_len is None else content_lengths.clamp(max=self.max_seq_len)
         if self.block_size is None:
@@ -158,7 +159,7 @@ class DLLMCollator:
         blocks = (content - prefix + self.block_size - 1) // self.block_size
         return prefix + blocks * self.block_size
 
-    def _compute_target_length(self, fill_ends: torch.Tensor) -> int:
+    def _compute_target_length(self, fill_ends: Tensor) -> int:
         """Return the common length: the longest fill, rounded up, truncated to ``max_seq_len``, at least 1."""
         length = int(fill_ends.max()) if fill_ends.numel() else 0
         if self.pad_seq_len_divisible is not None and self.pad_seq_len_divisible > 1:
@@ -169,9 +170,9 @@ class DLLMCollator:
         return max(length, 1)
 
     def _pad_and_fill(
-        self, samples: Sequence[Any], content_lengths: torch.Tensor, fill_ends: torch.Tensor, target_len: int,
+        self, samples: Sequence[Any], content_lengths: Tensor, fill_ends: Tensor, target_len: int,
         pad_value: int, block_pad_value: int, dtype: torch.dtype = torch.long,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """Build ``[B, target_len]`` from one field of all samples: content, fill up to ``fill_ends``, then pad."""
         out = torch.empty((len(samples), target_len), dtype=dtype, device="cpu", pin_memory=self.pin_memory)
         view = out.numpy()
@@ -190,7 +191,7 @@ def _checked_size(name: str, value: Any, least: int | None = None) -> int | None
 
 def checked_samples(name: str, samples: object) -> list[Mapping[str, Any]]:
     """Return the samples of a batch; raise TypeError unless they are dicts. ``name`` is that of the argument."""
-    if isinstance(samples, (Mapping, torch.Tensor)) or not isinstance(samples, Iterable):
+    if isinstance(samples, (Mapping, Tensor)) or not isinstance(samples, Iterable):
         hint = "; put a single sample into a list" if isinstance(samples, Mapping) else ""
         raise TypeError(f"{name} must be a list of dicts, got {_checks.type_name(samples)}{hint}")
     batch = list(samples)
@@ -227,7 +228,7 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
     """Convert the first ``limit`` values to a 1-d array: integers, or floats if ``fractions`` are allowed."""
     if isinstance(values, (list, tuple)):
         values = _packed(name, values if limit is None or len(values) <= limit else values[:limit])
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, Tensor):
         if values.is_meta:
             raise _not_numbers(name, values)
         # Cast, because NumPy has no bfloat16.

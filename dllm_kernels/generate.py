@@ -264,8 +264,7 @@ def diffusion_generate(
     in_prompt = F.pad(prompt != mask, (0, max_new_tokens), value=False)
 
     def call_model() -> Any:
-        # copies, because a model may modify its inputs, or keep them and compare later ones to them
-        ids = tokens.ids.clone()
+        ids = tokens.ids.clone()  # because a model may modify its inputs, or keep them and compare later ones to them
         if cfg_scale:
             ids = torch.cat([ids, ids.masked_fill(in_prompt, mask)])
         copies = {} if attention_mask is None else {"attention_mask": inputs["attention_mask"].clone()}

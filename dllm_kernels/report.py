@@ -17,7 +17,6 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -196,8 +195,8 @@ def _linear_nll(device: str, backend: str) -> tuple[float, float]:
     targets, weights = torch.arange(24, device="cpu"), torch.linspace(0.5, 1.0, 24, device="cpu")
 
     def tested(hidden: Tensor, head: Tensor) -> list[Tensor]:
-        options: dict[str, Any] = {"weights": weights.to(device), "chunk_size": 16, "backend": backend}
-        return [dllm_kernels.weighted_linear_nll(hidden, head, targets.to(device), **options).loss]
+        logits = ops.LinearLogits(hidden, head).in_chunks_of(16)
+        return [dllm_kernels.weighted_nll(logits, targets.to(device), weights.to(device), backend=backend).loss]
 
     def plain(hidden: Tensor, head: Tensor) -> list[Tensor]:
         logits = F.linear(hidden, head)

@@ -204,16 +204,14 @@ def check_whole_tensor(name: str, tensor: object) -> None:
         )
 
 
-def check_like(
-    first_name: str, first: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES, /, **others: Tensor | None
-) -> None:
+def check_like(of: str, first: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES, /, **others: Tensor | None) -> None:
     """Raise unless every other tensor has one of the dtypes, and the shape and device of the first."""
     for name, value in others.items():
         check_tensor(name, value)
         assert value is not None
         check_dtype(name, value, dtypes)
-        check_shape(name, value, first.shape, f"that of {first_name}")
-    check_same_device(first_name, first, **others)
+        check_shape(name, value, first.shape, f"that of {of}")
+    check_same_device(of, first, **others)
 
 
 def check_masks_like(first_name: str, first: Tensor, /, **masks: Any) -> None:
@@ -353,16 +351,14 @@ def check_total(name: str, value: Any) -> None:
         raise ValueError(f"{name} must not be negative, got {_changing.printable(got)}")
 
 
-def check_rows(
-    names: Names, rows: Tensor, targets: Tensor, head: tuple[Any, Any] | None = None, *, casts: bool = False
-) -> int:
+def check_rows(names: Names, rows: Tensor, targets: Tensor, head: Sequence[Any] = (), *, casts: bool = False) -> int:
     """Validate logits, or hidden states and head, and the dtype and device of the targets; return V.
 
-    ``head``: (weight, bias), or None for logits. ``casts``: their dtypes may differ.
+    ``head``: (weight, bias), or nothing for logits. ``casts``: their dtypes may differ.
     """
     check_float(names.rows, rows)
     weight, bias = head or (None, None)
-    if head is not None:
+    if head:
         check_float(names.weight, weight)
     check_ids(names.targets, targets)
     _plain.check_no_transform()
@@ -420,17 +416,13 @@ def checked_pair(name: str, value: Any, parts: str) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
-def checked_extra(
-    names: Names, hidden: Tensor, weight: Tensor, extra: Any, *, casts: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
-    """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given.
+def checked_extra(names: Names, hidden: Tensor, weight: Tensor, extra: Any, *, casts: bool = False) -> Extra:
+    """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``.
 
     ``casts``: see :func:`check_rows`.
     """
     name = names.extra
     u, second = checked_pair(name, extra, "(u, U)")
-    if u is None or second is None:
-        return None, None
     check_float(f"{name}[0]", u)
     check_float(f"{name}[1]", second)
     check_ndim(f"{name}[1]", second, 2, "[V, r]")

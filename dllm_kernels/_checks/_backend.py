@@ -8,6 +8,7 @@ import os
 import warnings
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._checks import check_choice
 
@@ -37,7 +38,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def use_triton(backend: str, tensor: torch.Tensor) -> bool:
+def use_triton(backend: str, tensor: Tensor) -> bool:
     """Choose the backend of one call.
 
     Args:

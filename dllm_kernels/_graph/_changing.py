@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def packed(values: Iterable[Any]) -> tuple[list[Any], torch.Tensor | None]:
+def packed(values: Iterable[Any]) -> tuple[list[Any], Tensor | None]:
     """Encode floats, tuples of floats, and None, which is 0: as they are, or as zeros and one float64 tensor."""
     values = [0.0 if value is None else value for value in values]
     numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
@@ -23,7 +24,7 @@ def packed(values: Iterable[Any]) -> tuple[list[Any], torch.Tensor | None]:
     return _filled(values, [0.0] * len(numbers)), torch.stack([one * n for n in numbers])  # tensor * symbol: a tensor
 
 
-def unpacked(values: Sequence[Any], changing: torch.Tensor | None) -> Sequence[Any]:
+def unpacked(values: Sequence[Any], changing: Tensor | None) -> Sequence[Any]:
     """Decode the output of :func:`packed` when the op runs."""
     return values if changing is None else _filled(values, changing.tolist())
 

@@ -33,6 +33,7 @@ import operator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks import INT_DTYPES, type_name
@@ -53,9 +54,9 @@ _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in 
 
 
 def gumbel_topk(
-    log_w: torch.Tensor, k: int | torch.Tensor, *, generator: torch.Generator | None = None,
-    uniform: torch.Tensor | None = None, backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    log_w: Tensor, k: int | Tensor, *, generator: torch.Generator | None = None,
+    uniform: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Choose ``k`` positions without replacement, with odds given by their weights.
 
     The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
@@ -84,16 +85,15 @@ def gumbel_topk(
         _checks.check_tensor("uniform", uniform)
         _checks.check_ndim("uniform", uniform, 1, "[D]")
         uniform = uniform[None]
-    if isinstance(k, torch.Tensor) and k.dim() == 0:
+    if isinstance(k, Tensor) and k.dim() == 0:
         k = k[None]
     return gumbel_topk_mask(log_w[None], k, uniform=uniform, generator=generator, backend=backend)[0]
 
 
 def batched_gumbel_topk(
-    log_w: torch.Tensor, k: torch.Tensor, generator: torch.Generator | None = None, *,
-    seeds: torch.Tensor | None = None, uniform: torch.Tensor | None = None, start: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    log_w: Tensor, k: Tensor, generator: torch.Generator | None = None, *, seeds: Tensor | None = None,
+    uniform: Tensor | None = None, start: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Choose ``k[i]`` positions of row i without replacement, with odds given by the row's weights.
 
     The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
@@ -127,11 +127,11 @@ _batched_gumbel_topk = batched_gumbel_topk
 
 
 def corrupt_uniform(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, eps: float = 1e-3,
-    generator: torch.Generator | None = None, *, level: torch.Tensor | None = None, exact: bool = False,
-    block_size: int | None = None, segment_ids: torch.Tensor | None = None, seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None, backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, eps: float = 1e-3,
+    generator: torch.Generator | None = None, *, level: Tensor | None = None, exact: bool = False,
+    block_size: int | None = None, segment_ids: Tensor | None = None, seeds: Tensor | None = None,
+    start: Tensor | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mask each supervised position independently, with one probability per sequence, block or segment.
 
     ``p = (1 - eps) t + eps``, with t uniform in (0, 1). Position i of row b is masked if ``u_{b,i} < p``. There is one
@@ -200,11 +200,10 @@ def corrupt_uniform(
 
 
 def corrupt_blockwise(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor | None, mask_token_id: int, block_size: int | None = None,
-    eps: float = 1e-3, half_life_ratio: float = 0.25, generator: torch.Generator | None = None, *,
-    level: torch.Tensor | None = None, seeds: torch.Tensor | None = None, start: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    input_ids: Tensor, loss_mask: Tensor | None, mask_token_id: int, block_size: int | None = None, eps: float = 1e-3,
+    half_life_ratio: float = 0.25, generator: torch.Generator | None = None, *, level: Tensor | None = None,
+    seeds: Tensor | None = None, start: Tensor | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mask a fixed fraction of every sequence or block; if the fraction is small, later positions are more likely.
 
     With ``m = (1 - eps) U + eps``, ``k = round(m length)`` positions (half to even) are chosen without replacement with
@@ -268,10 +267,10 @@ def corrupt_blockwise(
 
 
 def corrupt_uniform_random(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int, block_size: int | None = None, eps: float = 1e-3,
-    generator: torch.Generator | None = None, *, level: torch.Tensor | None = None, seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None, backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    input_ids: Tensor, loss_mask: Tensor, vocab_size: int, block_size: int | None = None, eps: float = 1e-3,
+    generator: torch.Generator | None = None, *, level: Tensor | None = None, seeds: Tensor | None = None,
+    start: Tensor | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Replace supervised positions by random tokens, with one probability per sequence or block.
 
     ``t = (1 - eps) U + eps``. If ``u < t``, a supervised position becomes a token drawn uniformly from [0, vocab_size),
@@ -313,9 +312,9 @@ def corrupt_uniform_random(
 
 
 def corrupt_all_masked(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, *, generator: torch.Generator | None = None,
-    seeds: torch.Tensor | None = None, start: torch.Tensor | None = None, backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, *, generator: torch.Generator | None = None,
+    seeds: Tensor | None = None, start: Tensor | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mask every supervised position: ``noise = supervised``, ``p = 1``. Deterministic.
 
     Args:
@@ -347,10 +346,10 @@ def corrupt_all_masked(
 
 
 def corrupt_mix(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, vocab_size: int, *, mask_prob: torch.Tensor,
-    uniform_prob: torch.Tensor, generator: torch.Generator | None = None, seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None, check: bool = False, backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, *, mask_prob: Tensor,
+    uniform_prob: Tensor, generator: torch.Generator | None = None, seeds: Tensor | None = None,
+    start: Tensor | None = None, check: bool = False, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mask some supervised positions and replace others by a different token, with two probabilities per sequence.
 
     One u is drawn per position. If ``u < mask_prob``, the position becomes MASK. If
@@ -410,7 +409,7 @@ def corrupt_mix(
     return noisy, noise
 
 
-def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+def complementary(noise_mask: Tensor, loss_mask: Tensor, *, backend: str = "auto") -> Tensor:
     """Select the supervised positions that are not masked: ``supervised and not noise``.
 
     A mask and its complement together cover every supervised position once. A position that is masked with probability
@@ -453,8 +452,8 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
 def sample_level(
     B: int, *, method: str = "uniform", low: float = 0.0, high: float = 1.0, generator: torch.Generator | None = None,
-    seeds: torch.Tensor | None = None, device: torch.device | str | None = None, backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    seeds: Tensor | None = None, device: torch.device | str | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Sample noise levels (fractions of masked tokens) for the corruption routines, one per row.
 
     ========== ===================================================================================================
@@ -509,16 +508,16 @@ def sample_level(
 class _Batch(NamedTuple):
     """Tensor arguments of a routine."""
 
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor | None
-    level: torch.Tensor | None
-    segment_ids: torch.Tensor | None = None
-    start: torch.Tensor | None = None
+    input_ids: Tensor
+    loss_mask: Tensor | None
+    level: Tensor | None
+    segment_ids: Tensor | None = None
+    start: Tensor | None = None
 
 
 def _corrupted(
-    routine: Routine, batch: _Batch, generator: torch.Generator | None, seeds: torch.Tensor | None, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    routine: Routine, batch: _Batch, generator: torch.Generator | None, seeds: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Validate the arguments common to all routines, draw a seed and corrupt."""
     input_ids, loss_mask, level, segment_ids, start = batch
     eps, block_size, columns = _checked_real("eps", routine.eps), routine.block_size, 1
@@ -540,7 +539,7 @@ def _corrupted(
     return noisy, noise, p_mask
 
 
-def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, optional: bool) -> None:
+def _check_batch(input_ids: Tensor, loss_mask: Tensor | None, *, optional: bool) -> None:
     if _fit(input_ids, loss_mask):
         return
     _checks.check_ids("input_ids", input_ids)
@@ -553,7 +552,7 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
 
 
-def checked_start(start: torch.Tensor | None, input_ids: torch.Tensor, name: str = "input_ids") -> torch.Tensor | None:
+def checked_start(start: Tensor | None, input_ids: Tensor, name: str = "input_ids") -> Tensor | None:
     """Validate the first column of each row; ``name`` is the argument with the ids."""
     if start is not None:
         _checks.check_whole_tensor("start", start)
@@ -561,10 +560,10 @@ def checked_start(start: torch.Tensor | None, input_ids: torch.Tensor, name: str
     return start
 
 
-def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
+def _fit(input_ids: Tensor, loss_mask: Tensor | None) -> bool:
     """Return True if the common case is valid, at half the cost of the detailed checks; False is inconclusive."""
     return (
-        type(input_ids) is type(loss_mask) is torch.Tensor
+        type(input_ids) is type(loss_mask) is Tensor
         and input_ids.layout is loss_mask.layout is torch.strided
         and not (input_ids.is_nested or loss_mask.is_nested)
         and input_ids.dtype in INT_DTYPES
@@ -575,7 +574,7 @@ def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
     )
 
 
-def checked_mask_id(mask_token_id: int, input_ids: torch.Tensor, name: str = "input_ids") -> int:
+def checked_mask_id(mask_token_id: int, input_ids: Tensor, name: str = "input_ids") -> int:
     """Convert the MASK id to an int that fits the dtype of the ids; ``name`` is the argument with the ids."""
     try:
         index = operator.index(None if isinstance(mask_token_id, bool) else mask_token_id)  # type: ignore[arg-type]
@@ -587,7 +586,7 @@ def checked_mask_id(mask_token_id: int, input_ids: torch.Tensor, name: str = "in
     return index
 
 
-def _check_fits(name: str, token: int, input_ids: torch.Tensor, ids_name: str = "input_ids") -> None:
+def _check_fits(name: str, token: int, input_ids: Tensor, ids_name: str = "input_ids") -> None:
     low, high = _LIMITS[input_ids.dtype]
     if not low <= token <= high:
         dtype = str(input_ids.dtype).removeprefix("torch.")
@@ -601,7 +600,7 @@ def _checked_real(name: str, value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
+def _checked_vocab_size(vocab_size: int, input_ids: Tensor) -> int:
     vocab_size = _checks.checked_int("vocab_size", vocab_size, 1)
     if vocab_size > 2**31:
         raise ValueError(f"vocab_size must be at most 2**31, got {vocab_size}")
@@ -609,7 +608,7 @@ def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
     return vocab_size
 
 
-def _checked_per_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
+def _checked_per_row(name: str, value: Tensor, input_ids: Tensor, blocks: int = 1) -> Tensor:
     """Convert one value per row, or per block, to float32 ``[B, 1]`` or ``[B, blocks]``."""
     _checks.check_float(name, value)
     _checks.check_whole_tensor(name, value)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._opaque import Spec, opaque
@@ -28,7 +29,6 @@ from dllm_kernels.corruption import _philox, _rules, _topk
 from dllm_kernels.corruption._philox import Layout
 from dllm_kernels.corruption._topk import Padding, check_start_range, on_host
 
-Tensor = torch.Tensor
 Array = _rules.Array
 Corrupted = tuple[Tensor, Tensor, Tensor]
 METHODS = ("uniform", "antithetic", "stratified")  # methods of sample_level

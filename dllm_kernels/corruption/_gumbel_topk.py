@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._graph._opaque import traced
@@ -14,10 +15,9 @@ from dllm_kernels.corruption._topk import choose, counts
 
 
 def gumbel_topk_mask(
-    log_w: torch.Tensor, k: torch.Tensor | int, *, uniform: torch.Tensor | None = None,
-    generator: torch.Generator | None = None, seeds: torch.Tensor | None = None, start: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    log_w: Tensor, k: Tensor | int, *, uniform: Tensor | None = None, generator: torch.Generator | None = None,
+    seeds: Tensor | None = None, start: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Choose ``k`` positions of each row without replacement, with odds given by the row's weights.
 
     The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
@@ -65,7 +65,7 @@ def gumbel_topk_mask(
         _checks.check_dtype("uniform", uniform, (torch.float32, torch.float64))
         _checks.check_shape("uniform", uniform, log_w.shape, "that of log_w")
         _checks.check_same_device("log_w", log_w, uniform=uniform)
-    k = k if isinstance(k, torch.Tensor | int) else operator.index(k)  # an int may be a symbol of a graph
+    k = k if isinstance(k, Tensor | int) else operator.index(k)  # an int may be a symbol of a graph
     if uniform is not None and not (generator is None and seeds is None):
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     if start is not None:
@@ -79,9 +79,9 @@ def gumbel_topk_mask(
     return mask
 
 
-def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
+def check_k(k: Tensor | int, log_w: Tensor) -> None:
     """Raise unless ``k`` is an int >= 0 or an integer tensor ``[N]`` of values >= 0 (checked on CPU only)."""
-    if not isinstance(k, torch.Tensor):
+    if not isinstance(k, Tensor):
         if not _checks.is_int(k):
             raise TypeError(f"k must be an int or a torch.Tensor, got {_checks.type_name(k)}")
         _checks.checked_int("k", k, 0)
@@ -94,7 +94,7 @@ def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
         raise ValueError(f"k must be at least 0, got {int(k.min())} in row {int(k.argmin())}")
 
 
-def check_start(start: torch.Tensor, rows: torch.Tensor, name: str) -> None:
+def check_start(start: Tensor, rows: Tensor, name: str) -> None:
     """Raise unless ``start`` is int64 ``[N]`` on the device of ``rows [N, D]``; ``choose`` checks its values."""
     _checks.check_tensor("start", start)
     _checks.check_dtype("start", start, (torch.int64,))

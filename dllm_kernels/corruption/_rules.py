@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_kernels.corruption._philox import COIN_BITS, TOKEN_BITS
 
@@ -23,17 +24,17 @@ Array = Any
 
 
 def _library(x: Array) -> Any:
-    return torch if isinstance(x, torch.Tensor) else np
+    return torch if isinstance(x, Tensor) else np
 
 
 def float32(x: Array) -> Array:
     """Cast to float32."""
-    return x.to(torch.float32) if isinstance(x, torch.Tensor) else x.astype(np.float32)
+    return x.to(torch.float32) if isinstance(x, Tensor) else x.astype(np.float32)
 
 
 def float64(x: Array) -> Array:
     """Cast to float64."""
-    return x.to(torch.float64) if isinstance(x, torch.Tensor) else x.astype(np.float64)
+    return x.to(torch.float64) if isinstance(x, Tensor) else x.astype(np.float64)
 
 
 def uniform(draws: Array) -> Array:
@@ -64,7 +65,7 @@ def level_of_segment(level: Array, number: Array) -> Array:
     """
     if level.shape[1] > 1:
         column = number.clip(0)
-        level = level.gather(1, column) if isinstance(level, torch.Tensor) else np.take_along_axis(level, column, 1)
+        level = level.gather(1, column) if isinstance(level, Tensor) else np.take_along_axis(level, column, 1)
     return _library(level).where(number >= 0, level, 1.0)
 
 
@@ -76,12 +77,12 @@ def coin_bits(draws: Array) -> Array:
 def coin_bound(level: Array, bits: Array) -> Array:
     """Return ``ceil(2^23 m - 1/2)`` in the dtype of ``bits``: ``u < m`` if and only if q is below it."""
     bound = _library(level).ceil(level * 2.0**COIN_BITS - 0.5)
-    return bound.to(bits.dtype) if isinstance(bound, torch.Tensor) else bound.astype(bits.dtype)
+    return bound.to(bits.dtype) if isinstance(bound, Tensor) else bound.astype(bits.dtype)
 
 
 def below(draws: Array, level: Array) -> Array:
     """Toss the coin ``u < m`` of each draw."""
-    if isinstance(draws, torch.Tensor):
+    if isinstance(draws, Tensor):
         bits = coin_bits(draws)
         return bits < coin_bound(level, bits)
     bound = coin_bound(level, draws)
@@ -104,7 +105,7 @@ def token(words: Array, n: int) -> Array:
 def number_to_mask(level: Array, length: Array, at_least: Array | int) -> Array:
     """Return ``round(m length)``, half to even, clamped to [at_least, length]; int64."""
     share = level * float32(length)
-    if isinstance(share, torch.Tensor):
+    if isinstance(share, Tensor):
         return torch.minimum(share.round().to(torch.int64).clip(at_least), length)
     return np.minimum(np.maximum(np.rint(share).astype(np.int64), at_least), length)
 

@@ -252,7 +252,7 @@ def weighted_rows(record: LinearLogits, function: RowFunction, rows: Tensor, wei
 def _checked(record: LinearLogits, rows: Tensor) -> Call:
     if record.hidden.is_cpu:
         fitting = CPU_CHUNK_BYTES // (len(record.weight) * accum_dtype(record.hidden.dtype).itemsize)
-        record = record._replace(chunk_size=min(max(fitting // 64 * 64, 64), 512))
+        record = record.in_chunks_of(min(max(fitting // 64 * 64, 64), 512))
     return checked(NAMES, record, rows, Options(NO_TRANSFORM, IGNORE, False, "auto"))
 
 

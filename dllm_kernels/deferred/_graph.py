@@ -144,9 +144,7 @@ class PartsGradient(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         x, *others = args
         if func is aten.isnan.default:  # called by anomaly detection
             return torch.stack([t.isnan().any() for t in (*x.parts, x.dense) if t is not None])

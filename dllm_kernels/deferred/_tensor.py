@@ -396,9 +396,7 @@ class DeferredTensor(Tensor, Deferred):
         return _by_values(name, func, args, kwargs, objects)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Compute the values for code below ``__torch_function__``, such as autograd Functions."""
         name = func.overloadpacket.__name__
         if func in _graph.COPIES and not kwargs and isinstance(args[0], DeferredTensor):

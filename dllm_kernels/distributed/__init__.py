@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._graph._plain import is_dtensor, plain
@@ -20,7 +21,7 @@ from dllm_kernels._graph._plain import is_dtensor, plain
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
 
 
-def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def summed_over(t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum a tensor over the ranks of a group; returns a detached copy.
 
     Args:
@@ -54,14 +55,14 @@ def _check_summed(name: str, t: object, group: object) -> None:
         raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {_checks.type_name(group)}{hint}")
 
 
-def _summed(t: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    # Contiguous, because a collective sums memory, and the strides of two ranks may order the elements differently.
+def _summed(t: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum contiguous copies, because a collective sums memory, and the strides of two ranks may differ."""
     total = t.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def global_token_count(mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Count the nonzero entries of a mask over all ranks, for the denominator of a loss whose batch is split over them.
 
     For masked and block diffusion the denominator is the number of supervised tokens, corrupted or not.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dllm_kernels.backends.torch import _divergence as _local
 from dllm_kernels.distributed._layout import VocabShard
@@ -25,8 +26,6 @@ from dllm_kernels.rows._divergence_kinds import Columns, RowValues
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._transform import Transform
-
-Tensor = torch.Tensor
 
 
 def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
@@ -79,14 +80,14 @@ class RankRows(NamedTuple):
         """Shape of this rank's part."""
         return tuple(length for _, length in self.ranges)
 
-    def local(self, t: torch.Tensor) -> torch.Tensor:
+    def local(self, t: Tensor) -> Tensor:
         """Return this rank's part of a per-row tensor of the global shape; a view."""
         for d, (start, length) in enumerate(self.ranges):
             if length != self.shape[d]:
                 t = t.narrow(d, start, length)
         return t
 
-    def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def whole(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Combine per-row results of this rank to the global shape, equal on every rank, in one all-reduce."""
         last_first = reversed([*zip(self.ranges, self.shape, strict=True)])  # the order of F.pad
         pads = [n for (start, length), size in last_first for n in (start, size - start - length)]
@@ -116,11 +117,11 @@ class VocabShard(NamedTuple):
         start, size = local_range(V, mesh, [i])
         return cls(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
 
-    def in_vocabulary(self, ids: torch.Tensor) -> torch.Tensor:
+    def in_vocabulary(self, ids: Tensor) -> Tensor:
         """Return True for ids in [0, V), whichever rank holds their column."""
         return (ids >= 0) & (ids < self.total)
 
-    def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
+    def local_ids(self, ids: Tensor) -> Tensor:
         """Convert ids to columns of this shard; ``IGNORE`` for columns of other shards."""
         column = ids - self.start
         return torch.where((column >= 0) & (column < self.size), column, IGNORE)
@@ -129,7 +130,7 @@ class VocabShard(NamedTuple):
         """Return the transform of the columns of this shard."""
         return transform.sliced(self.start, self.size)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """All-gather every rank's ``[N, C]`` as ``[ranks, N, C]``."""
         ranks = dist.get_world_size(self.group)
         parts = part.new_empty(ranks * part.shape[0], part.shape[1])
@@ -137,13 +138,13 @@ class VocabShard(NamedTuple):
             dist.all_gather_into_tensor(parts, part, group=self.group)
         return parts.view(ranks, *part.shape)
 
-    def add_parts(self, part: torch.Tensor) -> torch.Tensor:
+    def add_parts(self, part: Tensor) -> Tensor:
         """All-reduce ``part`` over the group in place."""
         dist.all_reduce(part, group=self.group)
         return part
 
 
-def rows_of(name: str, t: torch.Tensor) -> RankRows:
+def rows_of(name: str, t: Tensor) -> RankRows:
     """Return the rows of ``[..., C]`` that this rank holds, for any layout of the columns; all rows if it is plain."""
     if not isinstance(t, DTensor):
         return RankRows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
@@ -185,16 +186,16 @@ class _Sum(torch.autograd.Function):
     """All-reduce (sum) over ``groups`` in forward and over ``grad_groups`` in backward; the identity if empty."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, groups: Groups, grad_groups: Groups) -> torch.Tensor:
+    def forward(ctx: Any, t: Tensor, groups: Groups, grad_groups: Groups) -> Tensor:
         ctx.grad_groups = grad_groups
         return _all_reduced(t, groups)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _all_reduced(grad, ctx.grad_groups), None, None
 
 
-def _all_reduced(t: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _all_reduced(t: Tensor, groups: Groups) -> Tensor:
     total = t.clone(memory_format=torch.contiguous_format) if groups else t.view_as(t)
     for group in groups:
         dist.all_reduce(total, group=group)
@@ -209,7 +210,7 @@ class _LocalPiece(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
+    def forward(ctx: Any, t: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
         ctx.whole = (t.device_mesh, grad_placements, t.shape, t.stride())
         local = t.to_local()
         wait = getattr(local, "wait", None)  # an asynchronous collective may be unfinished
@@ -217,40 +218,40 @@ class _LocalPiece(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return as_dtensor(grad, *ctx.whole), None
 
 
-def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
+def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> Tensor:
     """Return this rank's piece of a DTensor; its gradient becomes a DTensor of the given placements."""
-    out: torch.Tensor = _LocalPiece.apply(t, grad_placements)  # type: ignore[no-untyped-call]
+    out: Tensor = _LocalPiece.apply(t, grad_placements)  # type: ignore[no-untyped-call]
     return out
 
 
-def sum_over(t: torch.Tensor, groups: Groups) -> torch.Tensor:
+def sum_over(t: Tensor, groups: Groups) -> Tensor:
     """All-reduce (sum) partial results; the gradient of the replicated sum passes unchanged."""
-    out: torch.Tensor = _Sum.apply(t, groups, ())  # type: ignore[no-untyped-call]
+    out: Tensor = _Sum.apply(t, groups, ())  # type: ignore[no-untyped-call]
     return out
 
 
-def sum_gradient_over(t: torch.Tensor, groups: Groups) -> torch.Tensor:
+def sum_gradient_over(t: Tensor, groups: Groups) -> Tensor:
     """Return the replicated tensor, with an all-reduce (sum) of its gradient, of which each rank computes a part."""
-    out: torch.Tensor = _Sum.apply(t, (), groups)  # type: ignore[no-untyped-call]
+    out: Tensor = _Sum.apply(t, (), groups)  # type: ignore[no-untyped-call]
     return out
 
 
-def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> DTensor:
     """Call ``DTensor.from_local`` on a piece of known layout, without checks."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def split_like(t: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def split_like(t: Tensor, weight: Tensor) -> Tensor:
     """Lay a tensor ``[V]``, equal on every rank, out like a DTensor ``[V, D]``, without communication."""
     assert isinstance(weight, DTensor)
     return distribute_tensor(t, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
-def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
+def tensor_parallel_dims(weight: DTensor, hidden: Tensor) -> list[int]:
     """Return the tensor-parallel mesh dimensions of a head; the others are data parallel.
 
     A mesh dimension is tensor parallel if

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -76,7 +76,7 @@ class LossHead(nn.Linear):
         head.weight, head.bias = linear.weight, linear.bias
         return head
 
-    def __call__(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
+    def __call__(self, hidden: Tensor, loss: Callable[..., Any] | None = None) -> Any:
         """Call :meth:`forward` with its hooks; return the result of a loss as it was before the hooks."""
         if loss is None:
             return super().__call__(hidden)
@@ -92,7 +92,7 @@ class LossHead(nn.Linear):
         super().__call__(hidden, recorded_loss)
         return results[-1]
 
-    def forward(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
+    def forward(self, hidden: Tensor, loss: Callable[..., Any] | None = None) -> Any:
         """Return the logits, or ``loss(hidden, weight, bias)`` with the gathered parameters.
 
         Args:
@@ -130,7 +130,7 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
     parameters = head.parameters() if isinstance(head, nn.Module) else head
     if not isinstance(parameters, Iterable):
         raise TypeError(f"head must be an nn.Module or parameters, got {type_name(parameters)}")
-    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+    for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"head must be an nn.Module or parameters, got {type_name(parameter)}")
         setattr(parameter, _FACTOR, factor)
@@ -145,7 +145,7 @@ def _divide_factor(weight: DTensor, default: float) -> float:
 
 
 @_layout.outside_the_graph
-def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM head's weight") -> torch.Tensor:
+def gather_head(weight: Tensor, hidden: Tensor, name: str = "the LM head's weight") -> Tensor:
     """Gather a head's weight or bias over the data-parallel mesh dimensions, for one or several uses.
 
     Args:
@@ -176,7 +176,7 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
     splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
     local_shape = (_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
     inputs = weight, data, torch.Size(local_shape), dtype_of_products(hidden, weight)
-    full: torch.Tensor = _Gather.apply(*inputs)  # type: ignore[no-untyped-call]
+    full: Tensor = _Gather.apply(*inputs)  # type: ignore[no-untyped-call]
     if not tensor:
         return full
     return as_dtensor(full, _submesh(weight, tensor), [placements[i] for i in tensor], weight.shape, weight.stride())
@@ -225,7 +225,7 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: DTensor, data: Sequence[int], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx: Any, weight: DTensor, data: Sequence[int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         mesh = _submesh(weight, data)
         splits = [shard_dim(weight.placements[i]) for i in data]
         placements: list[Placement] = [Replicate() if d is None else Shard(d) for d in splits]
@@ -237,12 +237,12 @@ class _Gather(torch.autograd.Function):
         return piece.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         instead = "torch.nn.functional.cross_entropy on the logits of the head itself"
         return *refuse_second_order(lambda grad: (_Gather._scatter(ctx, grad),), (grad,), instead), None, None, None
 
     @staticmethod
-    def _scatter(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def _scatter(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.to(ctx.dtype)
         if ctx.factor != 1:
             grad = grad / ctx.factor

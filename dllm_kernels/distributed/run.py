@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dllm_kernels._checks import check_dtypes
@@ -32,7 +33,6 @@ from dllm_kernels.rows._logits import Head, LinearLogits
 from dllm_kernels.rows._setup import Split
 from dllm_kernels.rows._teacher import Teacher
 
-Tensor = torch.Tensor
 WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
 
 
@@ -139,12 +139,10 @@ def _local_logits(logits: Tensor) -> tuple[Tensor, RankRows, VocabShard | None]:
     return _layout.local_piece(logits, logits.placements), rows, shard
 
 
-def _local_hidden(
-    x: Tensor, head: Head, embedding: Tensor | None
-) -> tuple[Tensor, Head, Any, RankRows, VocabShard | None]:
+def _local_hidden(x: Tensor, head: Head, table: Tensor | None) -> tuple[Tensor, Head, Any, RankRows, VocabShard | None]:
     """Return this rank's (hidden states, head, embedding, rows), and its columns of the head if they are split."""
-    tied = embedding is head.weight
-    parameters = {WEIGHT: head.weight, BIAS: head.bias, "extra[1]": head.U, "embedding": None if tied else embedding}
+    tied = table is head.weight
+    parameters = {WEIGHT: head.weight, BIAS: head.bias, "extra[1]": head.U, "embedding": None if tied else table}
     heads = {name: gather_head(t, x, name) for name, t in parameters.items() if t is not None}
     shard = _shard_of_head(heads[WEIGHT])
     _check_laid_out_alike(heads)
@@ -154,14 +152,14 @@ def _local_hidden(
     split = [set(dist.get_process_group_ranks(g)) for g in rows.groups]
     local = {name: _local_parameter(t, split) for name, t in heads.items()}
     weight, bias, second = local[WEIGHT], local.get(BIAS), local.get("extra[1]")
-    embedding = weight if tied else local.get("embedding")
+    table = weight if tied else local.get("embedding")
     check_dtypes("hidden", hidden, {"weight": weight, "bias": bias})
     check_dtypes("hidden", hidden, {"extra[0]": u, "extra[1]": second, "weight": weight})
-    check_dtypes("hidden", hidden, {"embedding": embedding})
+    check_dtypes("hidden", hidden, {"embedding": table})
     for name, t in heads.items():
         if shard is not None and isinstance(t, DTensor):
             _layout.check_local_shape(name, t, (shard.size, *t.shape[1:]))
-    return hidden, Head(weight, bias, u, second), embedding, rows, shard
+    return hidden, Head(weight, bias, u, second), table, rows, shard
 
 
 def _shard_of_head(weight: Tensor) -> VocabShard | None:

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.distributed import _divergence
@@ -35,11 +36,17 @@ from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, S
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, NLL
 from dllm_kernels.rows._primitives import RowPrimitives
-from dllm_kernels.rows._stats_interface import Coefficients, StatsPrimitives, StatsRequest, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import (
+    Coefficients,
+    Combined,
+    Norms,
+    StatsPrimitives,
+    StatsRequest,
+    StatsResult,
+    Upstream,
+)
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform, transformed
 from dllm_kernels.rows._truncation import Truncation, only_near, only_prefix
-
-Tensor = torch.Tensor
 
 
 class ShardPrimitives(NLLOfStats, RowPrimitives):
@@ -51,12 +58,9 @@ class ShardPrimitives(NLLOfStats, RowPrimitives):
         self.add_parts, self.local_ids = shard.add_parts, shard.local_ids
         self.part_of = functools.partial(_divergence.part_of, shard)
 
-    def nll_and_grad_(
-        self, logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, with_ids: bool = False,
-        transform: Transform = NO_TRANSFORM,
-    ) -> NLL:  # fmt: skip
+    def nll_and_grad_(self, logits: Tensor, targets: Tensor, scale: Tensor, **options: Any) -> NLL:
         """See ``rows/_primitives.py``."""
-        out = self.nll(logits[None], targets, with_correct=with_correct, with_ids=with_ids, transform=transform)
+        out, transform = self.nll(logits[None], targets, **options), options.get("transform", NO_TRANSFORM)
         self.nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
         return out
 
@@ -72,9 +76,7 @@ class ShardPrimitives(NLLOfStats, RowPrimitives):
         """See ``rows/_divergence.py``."""
         _divergence.divergence_grad(self.shard, logits, request, saved, out)
 
-    def row_norms(
-        self, logits: Tensor, transform: Transform, skip: Tensor | None, start: int, /
-    ) -> tuple[Tensor, Tensor]:
+    def row_norms(self, logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
         """See ``rows/_divergence.py``."""
         return _divergence.row_norms(self.shard, self.local.row_norms, logits, transform, skip, start)
 
@@ -171,34 +173,28 @@ class _ShardStats(NamedTuple):
             correct = (best == request.ids[:, 0]) & ~log_probs[:, 0].isnan() & ~inactive if request.correct else None
             best = best.masked_fill_(inactive, IGNORE) if request.best else None
         row_max, log_sum = row_max.masked_fill(inactive, 0), log_sum.masked_fill(inactive, 0)
-        F, W = (None, None) if request.a is None else self.mix(logits, request, row_max, log_sum)
+        F, W = (None, None) if request.a is None else self.mix(logits, request, (row_max, log_sum))
         log_probs = log_probs.masked_fill((request.ids == IGNORE) | inactive.unsqueeze(1), 0)
         return StatsResult(log_probs, row_max, log_sum, mix=F, mix_weight=W, correct=correct, best=best, **flagged)
 
-    def mix(
-        self, logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def mix(self, logits: Tensor, request: StatsRequest, norms: Norms) -> tuple[Tensor, Tensor | None]:
         """Compute (F, W) of whole rows with one all-reduce."""
         narrowed = _local_request(self.shard, request)
         if self.shard.size:
-            parts = torch.stack([t for t in self.local.mix(logits, narrowed, row_max, log_sum) if t is not None])
+            parts = torch.stack([t for t in self.local.mix(logits, narrowed, norms) if t is not None])
         else:
-            parts = row_max.new_zeros(1 + request.gradients, request.targets.shape[0])
+            parts = norms[0].new_zeros(1 + request.gradients, request.targets.shape[0])
         F, *W = self.shard.add_parts(parts).unbind()
         return F, W[0] if W else None
 
-    def coefficients(
-        self, request: StatsRequest, result: StatsResult, upstream: Upstream
-    ) -> tuple[Coefficients, Tensor, Tensor]:
+    def coefficients(self, request: StatsRequest, result: StatsResult, upstream: Upstream) -> Combined:
         """See ``rows/_stats_interface.py``."""
         return self.local.coefficients(request, result, upstream)
 
-    def backward(
-        self, logits: Tensor, request: StatsRequest, c: Coefficients, row_max: Tensor, log_sum: Tensor, out: Tensor
-    ) -> None:
+    def backward(self, logits: Tensor, request: StatsRequest, c: Coefficients, norms: Norms, out: Tensor) -> None:
         """Compute the gradient of this rank's columns, without communication."""
         if self.shard.size:
-            self.local.backward(logits, _local_request(self.shard, request), c, row_max, log_sum, out)
+            self.local.backward(logits, _local_request(self.shard, request), c, norms, out)
 
 
 def _empty_stats(request: StatsRequest, dtype: torch.dtype) -> StatsResult:

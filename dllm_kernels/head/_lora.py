@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dllm_kernels._checks import is_freed, type_name
@@ -32,7 +32,7 @@ class Adapter(NamedTuple):
     a: nn.Linear
     b: nn.Linear
     scale: float
-    dropped: Callable[[torch.Tensor], torch.Tensor]
+    dropped: Callable[[Tensor], Tensor]
 
 
 def is_adapted(head: nn.Module) -> bool:
@@ -79,8 +79,8 @@ class SplitHead(NamedTuple):
 
     base: Any
     adapters: list[Adapter]
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     merges: Callable[[], tuple[str, ...]]  # names of the adapters whose product is in the weight now
     merged: tuple[str, ...]
 
@@ -96,7 +96,7 @@ class SplitHead(NamedTuple):
         adapters = [part for a in self.adapters for part in (id(a.a), id(a.b), a.scale)]
         return (*map(id, (self.base, self.weight, self.bias)), *adapters)
 
-    def parameters(self) -> list[torch.Tensor | None]:
+    def parameters(self) -> list[Tensor | None]:
         """Return weight and bias of the layer, and of each adapter's B, as the modules hold them now."""
         return [t for module in (self.base, *(a.b for a in self.adapters)) for t in (module.weight, module.bias)]
 
@@ -124,7 +124,7 @@ def split(head: nn.Module) -> SplitHead:
     return SplitHead(base, _adapters(module), base.weight, base.bias, merges, merges())
 
 
-def low_rank_rows(head: SplitHead, hidden: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | None:
+def low_rank_rows(head: SplitHead, hidden: Tensor | Sequence[Tensor]) -> Tensor | None:
     """Compute ``s A h`` of all adapters, including dropout, so that A receives its gradient by autograd.
 
     For several hidden states of equal shape, it is computed one after another, as in calls of the head, and stacked in
@@ -132,16 +132,14 @@ def low_rank_rows(head: SplitHead, hidden: torch.Tensor | Sequence[torch.Tensor]
     """
     if not head.adapters:
         return None
-    if not isinstance(hidden, torch.Tensor):
+    if not isinstance(hidden, Tensor):
         return torch.stack([low_rank_rows(head, h) for h in hidden])  # type: ignore[misc]
     # Cast, because PEFT keeps the adapters of a 16-bit head in float32, and the head is computed in the dtype of the
     # rows.
     return torch.cat([_low_rank(hidden, adapter).to(hidden.dtype) for adapter in head.adapters], -1)
 
 
-def weights(
-    head: SplitHead, like: torch.Tensor, u: torch.Tensor | None, parameters: Sequence[torch.Tensor | None] | None = None
-) -> Head:
+def weights(head: SplitHead, like: Tensor, u: Tensor | None, parameters: Sequence[Tensor | None] | None = None) -> Head:
     """Return the head whose low-rank rows are ``u``, in the dtype of the hidden states ``like``."""
     weight, bias, *adapters = head.parameters() if parameters is None else parameters
     if u is None:
@@ -183,7 +181,7 @@ def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[N
         vars(head).update(before)
 
 
-def linear_logits(head: nn.Module, hidden: torch.Tensor) -> LinearLogits:
+def linear_logits(head: nn.Module, hidden: Tensor) -> LinearLogits:
     """Return the record of the logits of hidden states ``[..., D]``, for a head that :func:`check_head` accepts.
 
     ``A h`` is computed here. The gradient of B is computed by the loss. Sharded adapter parameters are gathered, except
@@ -208,18 +206,18 @@ def _adapters(head: Any) -> list[Adapter]:
 def _peft_adapter(head: Any, name: str) -> Adapter:
     a, dropout = head.lora_A[name], head.lora_dropout[name]
 
-    def dropped(hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = dropout(head._cast_input_dtype(hidden, a.weight.dtype))
+    def dropped(hidden: Tensor) -> Tensor:
+        result: Tensor = dropout(head._cast_input_dtype(hidden, a.weight.dtype))
         return result
 
     return Adapter(a, head.lora_B[name], head.scaling[name], dropped)
 
 
-def _low_rank(hidden: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+def _low_rank(hidden: Tensor, adapter: Adapter) -> Tensor:
     """Compute ``s A h``."""
     h, a = adapter.dropped(hidden), adapter.a
     if is_dtensor(h):
-        u: torch.Tensor = a(h)
+        u: Tensor = a(h)
         return u * adapter.scale
     if not is_dtensor(a.weight) and a.weight.dtype == h.dtype:
         # A copy, because FSDP2 may free the gathered weight of one call of the head before the backward of another.

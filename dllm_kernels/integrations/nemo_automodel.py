@@ -39,6 +39,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import dllm_kernels
 from dllm_kernels import mtp
@@ -240,14 +241,14 @@ class _MaskedCrossEntropy(mtp.MaskedCrossEntropy):
     """Cross-entropy that accepts every label layout of the host."""
 
     def forward(
-        self, logits: Logits, labels: torch.Tensor, mask: torch.Tensor | None = None, num_label_tokens: Count = None,
-        loss_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, logits: Logits, labels: Tensor, mask: Tensor | None = None, num_label_tokens: Count = None,
+        loss_weights: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         labels, mask, loss_weights = (_per_row(rows_of(logits), t) for t in (labels, mask, loss_weights))
         return super().forward(logits, labels, mask, num_label_tokens, loss_weights)
 
 
-def _per_row(x: torch.Tensor, entries: Any) -> Any:
+def _per_row(x: Tensor, entries: Any) -> Any:
     """Reshape entries to one per row, on the device of the rows: packed labels are flat, offloaded labels on CPU."""
     if entries is None:
         return None
@@ -262,18 +263,18 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     patch_options: Mapping[str, Any] = {}  # options of :func:`patch`
 
     def forward(
-        self, hidden_states: torch.Tensor, labels: torch.Tensor, lm_weight: torch.Tensor,
-        num_label_tokens: Count = None, grad_reduce_group: Any = None, loss_weights: torch.Tensor | None = None, *,
-        lm_bias: torch.Tensor | None = None, **options: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor,
+        num_label_tokens: Count = None, grad_reduce_group: Any = None, loss_weights: Tensor | None = None, *,
+        lm_bias: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
         options["lm_bias"] = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
         options |= self.patch_options
         return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
-    def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+    def _gathered(self, hidden: Tensor, weight: Tensor, group: Any) -> Tensor:
         host: Any = self
-        gathered: torch.Tensor = host.materialize_lm_weight(weight, grad_reduce_group=group)
+        gathered: Tensor = host.materialize_lm_weight(weight, grad_reduce_group=group)
         return in_dtype_of(hidden, gathered)
 
 
@@ -323,9 +324,8 @@ def _given_head(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_of_host(
-    loss_fn: Any, hidden: torch.Tensor | list[torch.Tensor], model: Any, grad_reduce_group: Any,
-    lm_weight: torch.Tensor | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    loss_fn: Any, hidden: Tensor | list[Tensor], model: Any, grad_reduce_group: Any, lm_weight: Tensor | None = None
+) -> dict[str, Any]:
     """Return the head as arguments of the loss.
 
     ``lm_weight`` is the weight if the recipe has gathered it. If None, it is gathered by the host's function, which
@@ -350,7 +350,7 @@ def _head_of_host(
     if head is None or not adapted:
         return {"lm_weight": lm_weight}
     parts = split(head)
-    first = hidden if isinstance(hidden, torch.Tensor) else hidden[0]
+    first = hidden if isinstance(hidden, Tensor) else hidden[0]
     taken = weights(parts, first, low_rank_rows(parts, hidden))
     if token_layer(head) is not None:
         lm_weight = taken.weight
@@ -362,18 +362,18 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
 
     original: Any
 
-    def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, output: Any, labels: Tensor) -> Tensor:
         if isinstance(self.loss_fn, REPLACEMENTS):
             return super().forward(output, labels)
-        loss: torch.Tensor = self.original.forward(self, output, labels)  # reads attributes of this class too
+        loss: Tensor = self.original.forward(self, output, labels)  # reads attributes of this class too
         return loss
 
     def _main_loss_fn(self) -> Any:
         return _capped_like(self.model, self.loss_fn)
 
-    def _head(self, hidden: torch.Tensor | list[torch.Tensor], lm_weight: torch.Tensor | None = None) -> dict[str, Any]:
+    def _head(self, hidden: Tensor | list[Tensor], lm_weight: Tensor | None = None) -> dict[str, Any]:
         head = _head_of_host(self.loss_fn, hidden, self.model, self.grad_reduce_group, lm_weight)
-        first = hidden if isinstance(hidden, torch.Tensor) else hidden[0]
+        first = hidden if isinstance(hidden, Tensor) else hidden[0]
         return head | {"lm_weight": in_dtype_of(first, head["lm_weight"])}
 
 

@@ -29,8 +29,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_kernels import _checks, ops
+from dllm_kernels._checks import Extra
 from dllm_kernels._checks._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, origin
 from dllm_kernels.losses._block_weights import BlockWeights
@@ -44,8 +46,8 @@ KINDS = {"kl_div": "kl", "rkl": "rkl", "jsd": "jsd", "ce": "teacher_ce", "tv": "
 WEIGHTS = ("fixed-exp-decay", "dpace")
 EPS = {"loss": 1e-5, "confidence": 1e-8}  # added to the number of valid rows
 FLOOR = 1e-5  # floor of nla, as in ops.divergence
-Loss = Callable[..., torch.Tensor]
-Metrics = dict[str, torch.Tensor]
+Loss = Callable[..., Tensor]
+Metrics = dict[str, Tensor]
 
 
 _host = Host(HOST, {})
@@ -100,7 +102,7 @@ def _replacement(home: str, name: str, original: Loss) -> Loss:
     replacement = REPLACEMENTS[name]
 
     @functools.wraps(replacement)
-    def loss(logits: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def loss(logits: Tensor, targets: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trains_targets = home == EAGER and torch.is_grad_enabled() and targets.requires_grad
         return (original if trains_targets else replacement)(logits, targets, *args, **kwargs)
 
@@ -110,7 +112,7 @@ def _replacement(home: str, name: str, original: Loss) -> Loss:
 # The losses ----------------------------------------------------------------------------------------------------------
 
 
-def _per_row(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+def _per_row(kind: str, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
     """Return the divergence per row, computed in the wider of the two dtypes."""
     for name, value in (("logits", logits), ("targets", targets)):  # the op has another name for the targets
         _checks.check_tensor(name, value)
@@ -120,43 +122,43 @@ def _per_row(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: 
     return ops.divergence(logits.to(dtype), targets.to(dtype), kind=kind, reduction="none", **options).loss
 
 
-def kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def kl_div_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute KL(q || p) per row, ``[1, T]``, from logits ``[1, T, V]``: p is the draft's softmax, q the verifier's."""
     return _per_row("kl", logits, targets)
 
 
-def reverse_kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def reverse_kl_div_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute KL(p || q) per row, with p and q as in :func:`kl_div_loss`."""
     return _per_row("rkl", logits, targets)
 
 
-def js_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def js_div_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute (KL(q || m) + KL(p || m)) / 2 per row, m = (p + q) / 2, with p and q as in :func:`kl_div_loss`."""
     return _per_row("jsd", logits, targets)
 
 
-def ce_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def ce_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute -log p at the verifier's argmax per row, with p and q as in :func:`kl_div_loss`."""
     return _per_row("teacher_ce", logits, targets)
 
 
-def tv_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def tv_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute 1 - a per row, a = sum min(p, q), with p and q as in :func:`kl_div_loss`."""
     return _per_row("tv", logits, targets)
 
 
-def neg_log_acceptance_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def neg_log_acceptance_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute -log(max(a, 1e-5)) per row, with a as in :func:`tv_loss`."""
     return _per_row("nla", logits, targets)
 
 
-def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float | torch.Tensor = 3.0) -> torch.Tensor:
+def lk_hybrid_loss(logits: Tensor, targets: Tensor, eta: float | Tensor = 3.0) -> Tensor:
     """Compute ``lam KL(q || p) + (1 - lam) (1 - a)`` per row.
 
     lam = exp(-eta a) is a constant, with a as in :func:`tv_loss`.
     ``eta`` is a number, or a tensor that broadcasts with ``[1, T]``; a tensor takes two passes over the logits.
     """
-    if not isinstance(eta, torch.Tensor):
+    if not isinstance(eta, Tensor):
         return _per_row("lk", logits, targets, eta=eta)
     kl, tv = kl_div_loss(logits, targets), tv_loss(logits, targets)
     lam = torch.exp(-eta * (1 - tv).detach())
@@ -172,15 +174,14 @@ NAMES = dict(zip(KINDS, REPLACEMENTS, strict=True))  # of the functions in the t
 
 
 def speculators_metrics(
-    hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, loss_mask: torch.Tensor,
-    block_size: int = 1, gamma: float = 4.0, loss_config: Mapping[str, Any] | None = None,
-    per_position_loss_weight: str = "fixed-exp-decay", dpace_alpha: float = 0.5, sample_from_anchor: bool = False, *,
-    acceptance: bool = False, confidence_logits: torch.Tensor | None = None, confidence_head_alpha: float = 1.0,
-    bias: torch.Tensor | None = None, extra: _checks.Extra | None = None, teacher_weight: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None, teacher_extra: _checks.Extra | None = None,
-    teacher_rows: torch.Tensor | None = None, draft_to_target: torch.Tensor | None = None,
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, loss_mask: Tensor, block_size: int = 1, gamma: float = 4.0,
+    loss_config: Mapping[str, Any] | None = None, per_position_loss_weight: str = "fixed-exp-decay",
+    dpace_alpha: float = 0.5, sample_from_anchor: bool = False, *, acceptance: bool = False,
+    confidence_logits: Tensor | None = None, confidence_head_alpha: float = 1.0, bias: Tensor | None = None,
+    extra: Extra | None = None, teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
+    teacher_extra: Extra | None = None, teacher_rows: Tensor | None = None, draft_to_target: Tensor | None = None,
     chunk_size: int | None = None, logits_dtype: torch.dtype | None = None, backend: str = "auto",
-) -> tuple[torch.Tensor, Metrics]:  # fmt: skip
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Compute the loss and metrics of speculators' ``compute_metrics`` from hidden states.
 
     The logits exist one chunk at a time.
@@ -272,7 +273,7 @@ def speculators_metrics(
     return loss, metrics | call.accuracy(result.agree)
 
 
-def _checked_blocks(hidden: torch.Tensor, loss_mask: torch.Tensor, block_size: int, gamma: float) -> int:
+def _checked_blocks(hidden: Tensor, loss_mask: Tensor, block_size: int, gamma: float) -> int:
     """Check the mask, the block layout and the decay; return the block size."""
     _checks.check_float("hidden", hidden)
     _checks.check_ndim("hidden", hidden, 3, "[1, T, D]")
@@ -307,7 +308,7 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
     return terms
 
 
-def _counted(name: str, total: torch.Tensor, count: torch.Tensor | None = None) -> Metrics:
+def _counted(name: str, total: Tensor, count: Tensor | None = None) -> Metrics:
     """Return a pair of metrics; the count is 1 if not given."""
     return {f"{name}_sum": total, f"{name}_total": torch.ones((), device=total.device) if count is None else count}
 
@@ -322,14 +323,14 @@ class _Metrics:
 
     divergence: Callable[..., ops.Divergence]
     terms: dict[str, float]
-    mask: torch.Tensor
+    mask: Tensor
     block_size: int
     weighting: BlockWeights
     truncated: bool
 
-    def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
+    def decay(self) -> tuple[Tensor, ops.Divergence, dict[str, Tensor]]:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
-        weights = self._shares(self.weighting.row_weights(self.mask, self.block_size), EPS["loss"])
+        weights = self._shares(self.weighting.row_weights(self.mask, self.block_size, None, None), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
         if any(kind.values()):
             result = self.divergence(weights, kind=kind)
@@ -339,14 +340,14 @@ class _Metrics:
             loss = 0.0 * result.loss
         return loss, result, self._term_losses(result, weights) if len(self.terms) > 1 else {}
 
-    def dpace(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
+    def dpace(self) -> tuple[Tensor, ops.Divergence, dict[str, Tensor]]:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""
         ((name, weight),) = self.terms.items()
         result = self.divergence(self.mask != 0, kind=KINDS[name], reduction="none")
-        weights = self.weighting.row_weights(self.mask, self.block_size, torch.exp(-result.value))
+        weights = self.weighting.row_weights(self.mask, self.block_size, torch.exp(-result.value), None)
         return weight * sum_of_rows(result.loss, self._shares(weights, EPS["loss"])), result, {}
 
-    def confidence(self, logits: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def confidence(self, logits: Tensor, a: Tensor) -> tuple[Tensor, Metrics]:
         """Return the loss of the confidence head and its calibration metrics. It is always weighted by the decay."""
         mask, learned = self.mask, torch.where(self.mask != 0, logits.float(), 0.0)
         bce = F.binary_cross_entropy_with_logits(learned, a.float().clamp(0, 1), reduction="none")
@@ -361,7 +362,7 @@ class _Metrics:
             bias = ((prefixes[0] - prefixes[1]) * valid).sum()
             return loss, metrics | _counted("confidence_cumprod_bias", bias, total.clone())
 
-    def acceptance(self, a: torch.Tensor) -> Metrics:
+    def acceptance(self, a: Tensor) -> Metrics:
         """Return the mean acceptance rate and the expected number of accepted tokens per block."""
         valid = self._blocks(self.mask)
         rates = self._blocks(a) * valid
@@ -369,7 +370,7 @@ class _Metrics:
         metrics = _counted("accept_rate", rates.sum(), valid.sum().clamp(min=1))
         return metrics | _counted("accept_len", length, blocks.clamp(min=1))
 
-    def accuracy(self, agree: torch.Tensor) -> Metrics:
+    def accuracy(self, agree: Tensor) -> Metrics:
         """Return the argmax matches per row of a block, and per block up to the first miss."""
         valid = (self._blocks(self.mask) != 0).float()
         correct = self._blocks(agree) * valid
@@ -379,20 +380,20 @@ class _Metrics:
             metrics |= _counted(f"position_{row + self.weighting.decay_from}_acc", hits[row], counts[row])
         return metrics | _counted("eal", *self._accepted(correct))
 
-    def _accepted(self, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _accepted(self, rates: Tensor) -> tuple[Tensor, Tensor]:
         """Return the accepted tokens, including one token of the verifier per block, and the number of valid blocks."""
         blocks = (self._blocks(self.mask) != 0).any(-1).float()
         return ((rates.cumprod(-1).sum(-1) + 1) * blocks).sum(), blocks.sum()
 
-    def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, rows: Tensor) -> Tensor:
         """Reshape to ``[blocks, rows that predict]``."""
         return rows.reshape(-1, self.block_size)[:, self.weighting.decay_from :]
 
-    def _shares(self, weights: torch.Tensor, eps: float) -> torch.Tensor:
+    def _shares(self, weights: Tensor, eps: float) -> Tensor:
         """Divide row weights by the number of valid rows of their sequence and by the number of sequences."""
         return weights / (self.mask.sum(1, keepdim=True) + eps) / len(weights)
 
-    def _term_losses(self, result: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _term_losses(self, result: ops.Divergence, weights: Tensor) -> dict[str, Tensor]:
         """Return the loss of each term: from a, as the remainder of the sum (one term), or by a separate pass."""
         free = {"tv": 1 - result.acceptance_rate, "nla": -result.acceptance_rate.clamp(min=FLOOR).log()}
         if self.truncated:  # the acceptance rate of the result is over all columns, that of the loss over the draft's

@@ -102,7 +102,7 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
     if original is not None and not _host.owns(original):
         differences = [f"{module.__name__}.{NAME} is {origin(original)}, not the framework's own"]
     elif callable(forward := getattr(original, "forward", None)):
-        differences = _host.differences(f"{NAME}.forward", functools.partial(forward, None), replacement.apply)
+        differences = _host.differences(f"{NAME}.forward", functools.partial(forward, None), replacement.outputs)
     else:
         differences = [f"{module.__name__} has no {NAME}.forward"]
     pairs, problems = ([], {NAME: differences}) if differences else ([(original, replacement)], {})
@@ -130,10 +130,15 @@ class ChunkedLogProbs:
     def __init__(self, original: Any, logits_fields: Mapping[str, Any]) -> None:
         self.original, self.logits_fields = original, logits_fields
 
-    def apply(
+    def apply(self, *args: Any, **kwargs: Any) -> Outputs:
+        """Compute :meth:`outputs`, or call TRL's function if they are not supported."""
+        outputs = self.outputs(*args, **kwargs)
+        return self.original.apply(*args, **kwargs) if outputs is None else outputs
+
+    def outputs(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
         final_logit_softcapping: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = OUTPUTS,
-    ) -> Outputs:  # fmt: skip
+    ) -> Outputs | None:  # fmt: skip
         r"""Compute log-probabilities and the requested ``outputs`` of ``cap(s z) / T`` with ``z = W h + b``.
 
         ``cap(s z) / T`` is a soft cap ``c / s`` of z, times ``s / T``. Without a cap, the mean of the logits is the
@@ -154,15 +159,15 @@ class ChunkedLogProbs:
 
         Returns:
             ``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, each ``[N]``, None if not requested.
-            Float32 (float64 for float64 ``hidden``), ``is_top1`` bool. The first two are differentiable.
+            Float32 (float64 for float64 ``hidden``), ``is_top1`` bool. The first two are differentiable. None if the
+            call is not supported: see :func:`patch`.
         """
         scale = logit_scale / temperature if temperature else math.nan
         cap = final_logit_softcapping
         unknown = "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and cap is not None)
         valid = 0 < scale < math.inf and temperature > 0 and (cap is None or 0 < cap < math.inf)
         if unknown or not valid or hasattr(weight, "ds_id"):
-            settings = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
-            return self.original.apply(hidden, weight, bias, targets, *settings)  # type: ignore[no-any-return]
+            return None
         outside = (targets < 0) | (targets >= weight.shape[0])
         softcap = None if cap is None else cap / logit_scale
         logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, **self.logits_fields)

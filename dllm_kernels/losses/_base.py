@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._checks._target_range import first_fraction, first_true
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, plain_count, readable_without_sync
@@ -24,6 +25,8 @@ from dllm_kernels.rows._logits import LinearLogits, Logits
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._transform import Transform
 
+Aligned = tuple[Tensor, Tensor, Tensor]  # target of each row, and its weight before and over the denominator
+
 
 class TransformedLoss(nn.Module):
     """Base module with the options common to all losses: logits transform, reduction and backend.
@@ -32,14 +35,14 @@ class TransformedLoss(nn.Module):
     """
 
     reductions: tuple[str, ...] = _common.REDUCTIONS
+    chunk_size: int | None = None
 
-    def __init__(self, transform: Transform, reduction: str, backend: str, chunk_size: int | None = None) -> None:
+    def __init__(self, transform: Transform, reduction: str, backend: str) -> None:
         super().__init__()
         self.softcap, self.scale, self.skip_id = transform.check()
         self.reduction = reduction
         self._returns_rows()
         self.backend = backend
-        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
 
     @property
     def transform(self) -> Transform:
@@ -52,7 +55,7 @@ class TransformedLoss(nn.Module):
 
     def _rows(self, logits: Any, options: Options, names: _checks.Names = NAMES) -> ModelOutput:
         """Take logits, stored, deferred or a record, in chunks of ``chunk_size`` rows unless the record has its own."""
-        return ModelOutput.of(logits, options, names).in_chunks_of(self.chunk_size)
+        return ModelOutput.of(logits, options, names, _checks.checked_size("chunk_size", self.chunk_size))
 
     def _returns_rows(self) -> bool:
         """Return True if the output has per-row losses. Validated on every call: the attribute may be reassigned."""
@@ -63,17 +66,18 @@ class TransformedLoss(nn.Module):
 class Batch(NamedTuple):
     """Per-token inputs ``[B, L]`` of a loss, described in :meth:`DiffusionLoss.forward`, as plain tensors."""
 
-    target_ids: torch.Tensor
-    noise_mask: torch.Tensor
-    p_mask: torch.Tensor
-    loss_mask: torch.Tensor
-    loss_mask_ar: torch.Tensor | None
+    target_ids: Tensor
+    noise_mask: Tensor
+    p_mask: Tensor
+    loss_mask: Tensor
+    loss_mask_ar: Tensor | None
+    noisy_input_ids: Any
     num_diffusion_tokens: Count
     num_ar_tokens: Count
     shift: bool
 
     @property
-    def supervised(self) -> torch.Tensor:
+    def supervised(self) -> Tensor:
         """The supervised tokens, bool ``[B, L]``; with ``shift`` without token 0, which no row predicts."""
         on = self.loss_mask.bool()
         return F.pad(on[:, 1:], (min(1, on.shape[1]), 0)) if self.shift else on
@@ -84,7 +88,7 @@ class Batch(NamedTuple):
         batch: Batch = replaced(self, **packed)
         return batch
 
-    def check_unused(self, *, causal: ModelOutput | None = None, **tensors: torch.Tensor | None) -> None:
+    def check_unused(self, *, causal: ModelOutput | None = None, **tensors: Tensor | None) -> None:
         """Validate unused arguments, so that a misplaced one raises."""
         if causal is not None:
             tensors[causal.names.rows] = causal.x
@@ -94,7 +98,7 @@ class Batch(NamedTuple):
             _checks.check_masks_like("target_ids", self.target_ids, loss_mask_ar=self.loss_mask_ar)
         check_optional_tensors(**tensors)
 
-    def check_noise(self, **others: torch.Tensor) -> None:
+    def check_noise(self, **others: Tensor) -> None:
         """Check the masks of a loss that reads ``p_mask``: shape, device, order, constant."""
         _checks.check_masks_like("target_ids", self.target_ids, **others, loss_mask=self.loss_mask)
         _checks.check_like("target_ids", self.target_ids, p_mask=self.p_mask)
@@ -125,7 +129,7 @@ class Batch(NamedTuple):
                 f"at position {where}; are p_mask and loss_mask swapped?"
             )
 
-    def mdlm_weights(self, rows: ModelOutput, factor: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def mdlm_weights(self, rows: ModelOutput, factor: Any = None) -> tuple[Tensor, Tensor]:
         """Compute factor (noise_mask & loss_mask) / max(p_mask, 1e-8), before and over the denominator.
 
         It is 0 outside the masks even if ``p_mask`` is NaN there.
@@ -140,7 +144,7 @@ class Batch(NamedTuple):
         weights = on / self.p_mask.to(dtype).clamp(min=P_MASK_MIN)
         if not in_range:  # skipped if possible, because masked_fill_ branches per entry on CPU
             weights.masked_fill_(~on, 0.0)
-        if isinstance(factor, torch.Tensor):
+        if isinstance(factor, Tensor):
             factor = factor.reshape(()).to(dtype)
         weights = weights if factor is None else factor * weights
         return weights, _common.divide(weights, count)
@@ -160,7 +164,7 @@ class Batch(NamedTuple):
         self.check_range(self.supervised & noise_mask.bool())
         return False
 
-    def check_range(self, used: torch.Tensor) -> None:
+    def check_range(self, used: Tensor) -> None:
         """Raise if a probability is out of range in the first columns, where ``used`` is True. Reads values."""
         p_mask = self.p_mask[:, : used.shape[1]]
         where = first_true(used & ~((p_mask >= 0) & (p_mask <= 1)))
@@ -169,14 +173,14 @@ class Batch(NamedTuple):
             raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got} at position {where}")
 
 
-def check_optional_tensors(**tensors: torch.Tensor | None) -> None:
+def check_optional_tensors(**tensors: Tensor | None) -> None:
     """Raise TypeError if an optional argument is given and is not a tensor."""
     for name, value in tensors.items():
         if value is not None:
             _checks.check_tensor(name, value)
 
 
-def _holds_zeros_and_ones(mask: torch.Tensor) -> bool:
+def _holds_zeros_and_ones(mask: Tensor) -> bool:
     """Return True if a mask holds only zeros and ones, and at least one zero."""
     zero = mask == 0
     return bool(zero.any()) and bool((zero | (mask == 1)).all())
@@ -187,7 +191,7 @@ def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:
     hint = "; a count goes by its keyword, num_diffusion_tokens="
     if isinstance(loss_mask_ar, (int, float)):
         raise TypeError(f"loss_mask_ar must be a torch.Tensor, got {_checks.type_name(loss_mask_ar)}{hint}")
-    if isinstance(loss_mask_ar, torch.Tensor) and loss_mask_ar.dim() == 0:
+    if isinstance(loss_mask_ar, Tensor) and loss_mask_ar.dim() == 0:
         raise ValueError(f"loss_mask_ar must have shape {tuple(shape)} (that of target_ids), got (){hint}")
 
 
@@ -212,10 +216,9 @@ class DiffusionLoss(TransformedLoss):
         self.shift = _checks.checked_bool("shift", shift)
 
     def forward(
-        self, logits: Logits, target_ids: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor,
-        loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: int | torch.Tensor | None = None, num_ar_tokens: int | torch.Tensor | None = None,
-        causal_logits: Logits | None = None, noisy_input_ids: torch.Tensor | None = None,
+        self, logits: Logits, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor, loss_mask: Tensor,
+        loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None, num_ar_tokens: Count = None,
+        causal_logits: Logits | None = None, noisy_input_ids: Tensor | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits. All losses take the same arguments and also check the unused ones.
 
@@ -247,24 +250,22 @@ class DiffusionLoss(TransformedLoss):
                 masks that are detectably swapped; a constant or count that requires a gradient.
         """
         counts = (num_diffusion_tokens, num_ar_tokens)
-        tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
+        tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, noisy_input_ids, *counts)
         batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
         options = self._options(round_nll=self._rounds())
         rows, causal = self._rows(logits, options), None
         if causal_logits is not None:
             causal = ModelOutput.of(causal_logits, options, CAUSAL)
         if rows.packed(batch.target_ids):
-            batch, rows = batch.as_batch(), rows.as_batch()
-            causal, noisy_input_ids = causal and causal.as_batch(), _common.as_batch(noisy_input_ids)
-        return self._loss(rows, batch, causal, noisy_input_ids)
+            batch, rows, causal = batch.as_batch(), rows.as_batch(), causal and causal.as_batch()
+        return self._loss(rows, batch, causal)
 
     def forward_fused(
-        self, hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, noise_mask: torch.Tensor,
-        p_mask: torch.Tensor, loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: Count = None, num_ar_tokens: Count = None, noisy_input_ids: torch.Tensor | None = None, *,
-        causal_hidden: torch.Tensor | None = None, lm_head_bias: torch.Tensor | None = None,
-        extra: _checks.Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
+        self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor,
+        loss_mask: Tensor, loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None,
+        num_ar_tokens: Count = None, noisy_input_ids: Tensor | None = None, *, causal_hidden: Tensor | None = None,
+        lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
+        num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
 
@@ -286,19 +287,14 @@ class DiffusionLoss(TransformedLoss):
         """Return True if the NLL is rounded. Validated on every call because the attribute may have been reassigned."""
         return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
 
-    def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
-    ) -> DLLMLossOutput:
+    def _loss(self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None) -> DLLMLossOutput:
         rows = rows.checked(batch.target_ids)
-        batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
+        batch.check_unused(causal=causal, noisy_input_ids=batch.noisy_input_ids)
         weights, divided = self._weights(batch, rows)
-        targets, weights, divided = self._aligned(rows, batch, weights, divided)
-        return self._single_part_output(rows, targets, weights, divided)
+        return self._single_part_output(rows, *self._aligned(rows, batch, weights, divided))
 
     @staticmethod
-    def _aligned(
-        rows: ModelOutput, batch: Batch, weights: torch.Tensor, divided: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _aligned(rows: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor) -> Aligned:
         """Check the targets; return the target of each row and both its weights, given the weights of the tokens."""
         if not batch.shift:
             rows.check_targets(batch.target_ids, weights)
@@ -307,7 +303,7 @@ class DiffusionLoss(TransformedLoss):
         return next_tokens(batch.target_ids), shift_left(weights, 0), shift_left(divided, 0)
 
     def _single_part_output(
-        self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
+        self, rows: ModelOutput, targets: Tensor, weights: Tensor, divided: Tensor
     ) -> DLLMLossOutput:
         """Compute the output of a loss with one part from the row weights and the weights over the denominator."""
         if not self._returns_rows():
@@ -315,6 +311,6 @@ class DiffusionLoss(TransformedLoss):
         nll = rows.per_row(targets, weights).nll
         return _common.single_loss(_common.sum_of_rows(nll, divided), weights, _common.weighted_rows(nll, weights))
 
-    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[Tensor, Tensor]:
         """Return the weight of each token ``[B, L]``, 0 for rows not to be read, before and over the denominator."""
         raise NotImplementedError

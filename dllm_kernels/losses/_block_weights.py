@@ -88,7 +88,10 @@ def _repeated(blocks: Tensor, rows: int) -> Tensor:
     return blocks.unsqueeze(2).expand(*blocks.shape, rows).flatten(1)
 
 
-def counts_per_offset(correct: Tensor, block_mask: Tensor, rows: int | None) -> tuple[Tensor | None, Tensor | None]:
+PerOffset = tuple[Tensor | None, Tensor | None]  # correct and valid rows of each offset of a block
+
+
+def counts_per_offset(correct: Tensor, block_mask: Tensor, rows: int | None) -> PerOffset:
     """Sum ``correct * block_mask`` and ``block_mask``, both ``[B, T]``, over batch and blocks of ``rows`` rows.
 
     Float32; ``correct`` may be bool or float. (None, None) if ``rows`` is None or below 1, or T is not a multiple.
@@ -190,9 +193,7 @@ class BlockWeights(NamedTuple):
         decay = torch.exp(rising / (math.inf if gamma is None else gamma))
         return torch.where(rising > 0, 0.0, decay) if self.decay_from else decay
 
-    def row_weights(
-        self, mask: Tensor, block_size: int | None, q: Tensor | None = None, prefix: Tensor | None = None
-    ) -> Tensor:
+    def row_weights(self, mask: Tensor, block_size: int | None, q: Tensor | None, prefix: Tensor | None) -> Tensor:
         """Compute the detached row weights ``[B, T]`` before the denominator.
 
         The decay needs no confidence ``q``, and D-PACE takes no ``prefix``.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import plain_count
 from dllm_kernels.rows._interface import IGNORE
 
-Count = int | torch.Tensor | None
+Count = int | Tensor | None
 REDUCTIONS = ("total", "none")
 
 
@@ -55,19 +56,19 @@ class DLLMLossOutput(NamedTuple):
     ``row_losses / row_weights`` if the weight is not 0.
     """
 
-    total_loss: torch.Tensor
-    dllm_loss: torch.Tensor
-    draft_correct_per_pos: torch.Tensor | None = None
-    draft_count_per_pos: torch.Tensor | None = None
-    weight_sum: torch.Tensor | None = None
-    draft_correct: torch.Tensor | None = None
-    row_losses: torch.Tensor | None = None
-    row_weights: torch.Tensor | None = None
-    acceptance_rate: torch.Tensor | None = None
-    prefix: torch.Tensor | None = None
+    total_loss: Tensor
+    dllm_loss: Tensor
+    draft_correct_per_pos: Tensor | None = None
+    draft_count_per_pos: Tensor | None = None
+    weight_sum: Tensor | None = None
+    draft_correct: Tensor | None = None
+    row_losses: Tensor | None = None
+    row_weights: Tensor | None = None
+    acceptance_rate: Tensor | None = None
+    prefix: Tensor | None = None
 
 
-def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Tensor | None = None) -> DLLMLossOutput:
+def single_loss(loss: Tensor, weights: Tensor, row_losses: Tensor | None = None) -> DLLMLossOutput:
     """Build the output of a loss with one part. ``weights`` are the row weights before the denominator.
 
     The logged value is a copy.
@@ -77,7 +78,7 @@ def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Ten
     return out if row_losses is None else replaced(out, row_losses=row_losses, row_weights=weights)
 
 
-def divide(weights: torch.Tensor, count: Count, counted: torch.Tensor | None = None) -> torch.Tensor:
+def divide(weights: Tensor, count: Count, counted: Tensor | None = None) -> Tensor:
     """Divide row weights by max(count, 1), without a host sync. If the count is None, it is the sum of ``counted``.
 
     If both are None, return the weights.
@@ -87,23 +88,23 @@ def divide(weights: torch.Tensor, count: Count, counted: torch.Tensor | None = N
     count = counted.sum() if count is None and counted is not None else plain_count(count)
     if count is None:
         return weights
-    if isinstance(count, torch.Tensor):
+    if isinstance(count, Tensor):
         # Cast, because dividing 0-d weights by a 0-d count promotes.
         return weights / count.detach().reshape(()).clamp(min=1).to(weights.dtype)
     return weights if count <= 1 else weights / count  # max() would recompile for each float before torch 2.13
 
 
-def weighted_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_rows(nll: Tensor, weights: Tensor) -> Tensor:
     """Compute weight * NLL per row, 0 for a row of weight 0 even if its NLL is NaN."""
     return torch.where(weights != 0, nll * weights, 0.0)
 
 
-def sum_of_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def sum_of_rows(nll: Tensor, weights: Tensor) -> Tensor:
     """Sum :func:`weighted_rows`."""
     return weighted_rows(nll, weights).sum()
 
 
-def logged_sum(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def logged_sum(nll: Tensor, weights: Tensor) -> Tensor:
     """Sum one part of a loss, for logging, from the detached NLL of its rows."""
     return (nll * weights.to(nll.dtype)).sum()
 
@@ -117,10 +118,10 @@ def check_counts(**counts: object) -> None:
 
 def as_batch(t: Any, dims: int = 1) -> Any:
     """Add a batch dimension of 1 to a tensor of ``dims`` dimensions; return anything else unchanged."""
-    return t.unsqueeze(0) if isinstance(t, torch.Tensor) and t.dim() == dims else t
+    return t.unsqueeze(0) if isinstance(t, Tensor) and t.dim() == dims else t
 
 
-def shift_left(t: torch.Tensor, fill: float, by: int = 1) -> torch.Tensor:
+def shift_left(t: Tensor, fill: float, by: int = 1) -> Tensor:
     """Return ``t[..., i + by]`` at position i of the last dimension, and ``fill`` at the last ``by`` positions.
 
     Next-token losses shift targets and masks, not logits: slicing ``[B, L, V]`` would copy it forward and pad it
@@ -130,7 +131,7 @@ def shift_left(t: torch.Tensor, fill: float, by: int = 1) -> torch.Tensor:
     return torch.nn.functional.pad(t[..., by:], (0, by), value=fill)
 
 
-def next_token_mask(segment_ids: torch.Tensor) -> torch.Tensor:
+def next_token_mask(segment_ids: Tensor) -> Tensor:
     """Select the tokens of packed documents that a next-token loss may predict.
 
     They are the tokens whose previous token is in the same document. Multiply the mask of the predicted tokens by this
@@ -159,6 +160,6 @@ def next_token_mask(segment_ids: torch.Tensor) -> torch.Tensor:
     return (ids == before) & (ids >= 0)
 
 
-def next_tokens(target_ids: torch.Tensor) -> torch.Tensor:
+def next_tokens(target_ids: Tensor) -> Tensor:
     """Return the int64 target of each position: the next token, and -100 at the last position."""
     return shift_left(target_ids.long(), IGNORE)

@@ -6,17 +6,17 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops.divergence import Divergence, TeacherInput, checked_comparison, divergence_unchecked
+from dllm_kernels.ops.divergence import Compared, TeacherInput
 from dllm_kernels.ops.row_stats import Mix, RowStats, row_stats_unchecked
 from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL, token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits, names_of
-from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
 from dllm_kernels.rows._options import Options
@@ -37,17 +37,19 @@ class ModelOutput(NamedTuple):
         names: the caller's names of the rows, the targets and the LM head.
         options: options of every op call.
         logits: logits ``[..., V]``, or their record.
+        chunk_rows: rows per chunk of logits of a record that does not say it, or None.
     """
 
     names: _checks.Names
     options: Options
     logits: Logits
+    chunk_rows: int | None = None
 
     @classmethod
-    def of(cls, logits: Any, options: Options, names: _checks.Names = NAMES) -> ModelOutput:
-        """Take logits, stored, deferred or a record."""
+    def of(cls, logits: Any, options: Options, names: _checks.Names = NAMES, size: int | None = None) -> ModelOutput:
+        """Take logits, stored, deferred or a record, in chunks of ``size`` rows unless a record has its own size."""
         logits = opened(logits, options.transform)
-        return cls(names_of(names, logits), options, logits)
+        return cls(names_of(names, logits), options, logits, size)
 
     @property
     def x(self) -> Any:
@@ -59,17 +61,10 @@ class ModelOutput(NamedTuple):
         """True for logits, False for a record."""
         return not isinstance(self.logits, LinearLogits)
 
-    def in_chunks_of(self, size: int | None) -> ModelOutput:
-        """Return this output with the size of its chunks of logits, if its record has none; an op checks a record."""
-        if isinstance(self.logits, LinearLogits):
-            return self if size is None else replaced(self, logits=self.logits.in_chunks_of(size))
-        _checks.checked_size("chunk_size", size)
-        return self
-
     def packed(self, target_ids: Any) -> bool:
         """Return True if the rows ``[T, V]`` or ``[T, D]`` and the targets ``[T]`` have no batch dimension."""
         x = self.x
-        tensors = isinstance(x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
+        tensors = isinstance(x, Tensor) and isinstance(target_ids, Tensor)
         return tensors and x.dim() == 2 and target_ids.dim() == 1
 
     def as_batch(self) -> ModelOutput:
@@ -82,7 +77,7 @@ class ModelOutput(NamedTuple):
         Raises:
             ValueError: the shape of the targets ``[B, blocks, k]`` is not that of the rows.
         """
-        tensors = isinstance(self.x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
+        tensors = isinstance(self.x, Tensor) and isinstance(target_ids, Tensor)
         if not tensors or (self.x.dim() != 4 and target_ids.dim() != 3):
             return False
         last = "V" if self.stored else "D"
@@ -97,11 +92,8 @@ class ModelOutput(NamedTuple):
 
     def blocks_as_sequences(self) -> ModelOutput:
         """Return rows of blocks ``[B, blocks, k, ...]`` as rows of sequences ``[B, blocks * k, ...]``."""
-
-        def as_sequences(t: Any) -> Any:
-            return t.flatten(1, 2) if isinstance(t, torch.Tensor) and t.dim() == 4 else t
-
-        return replaced(self, logits=map_rows(self.logits, as_sequences))
+        logits = map_rows(self.logits, lambda t: t.flatten(1, 2) if isinstance(t, Tensor) and t.dim() == 4 else t)
+        return replaced(self, logits=logits)
 
     def stack(self, *others: ModelOutput) -> ModelOutput | None:
         """Stack with other rows of the same head in a new dimension, or return None if the heads differ.
@@ -133,7 +125,7 @@ class ModelOutput(NamedTuple):
         """Vocabulary size V."""
         return vocabulary_of(self.logits)
 
-    def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
+    def primitives_on(self, like: Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.
 
         None if kernels cannot read it: it is traced, or has no values.
@@ -142,12 +134,14 @@ class ModelOutput(NamedTuple):
             return None
         return row_primitives(use_triton(self.options.backend, like))
 
-    def checked_any_shape(self, target_ids: torch.Tensor, branches: int = 1) -> ModelOutput:
+    def checked_any_shape(self, target_ids: Tensor, branches: int = 1) -> ModelOutput:
         """Validate options, rows ``[..., V or D]``, the dtype and device of the targets, and the LM head, if any."""
         logits, options, _ = checked_logits(self.names, self.logits, target_ids, self.options, branches)
+        if isinstance(logits, LinearLogits) and self.chunk_rows is not None:
+            logits = logits.in_chunks_of(self.chunk_rows)
         return ModelOutput(self.names, options, logits)
 
-    def checked(self, target_ids: torch.Tensor, *, width: int | None = None, branches: int = 1) -> ModelOutput:
+    def checked(self, target_ids: Tensor, *, width: int | None = None, branches: int = 1) -> ModelOutput:
         """Validate options, rows ``[B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
         names, checked = self.names, self.checked_any_shape(target_ids, branches)
         x = checked.x
@@ -162,7 +156,19 @@ class ModelOutput(NamedTuple):
             )
         return checked
 
-    def check_targets(self, target_ids: torch.Tensor, counted: torch.Tensor, *, shift: int = 0) -> None:
+    def beside(self, raw: ModelOutput, valid: ModelOutput) -> ModelOutput | None:
+        """Return this output without a check if it is like ``raw``, which was found ``valid``; otherwise None."""
+        kinds = [(type(x), x.shape, x.dtype, x.device) if type(x) is Tensor else x for x in (self.x, raw.x)]
+        if self.options is not raw.options or kinds[0] is self.x or kinds[0] != kinds[1]:
+            return None
+        if not isinstance(self.logits, LinearLogits):
+            return replaced(valid, names=self.names, logits=self.logits) if raw.stored else None
+        if self.logits.extra is not None or not self.logits.like(raw.logits):
+            return None
+        record: Any = valid.logits
+        return replaced(valid, names=self.names, logits=replaced(record, hidden=self.x))
+
+    def check_targets(self, target_ids: Tensor, counted: Tensor, *, shift: int = 0) -> None:
         """Check the range of the plain ``target_ids [B, L]`` from column ``shift`` on, the first that is predicted.
 
         ``counted [B, L - shift]``: 0 for targets of rows that do not count.
@@ -171,21 +177,19 @@ class ModelOutput(NamedTuple):
         transform, V = self.options.transform, vocabulary_of(self.logits)
         transform.check_targets(None, self.names.targets, targets, V, counted=counted, shift=shift)
 
-    def weighted(
-        self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **overrides: Any
-    ) -> WeightedNLL:
+    def weighted(self, targets: Tensor, weights: Tensor, active: Tensor | None = None, **overrides: Any) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
         weights = (weights.detach() if weights.requires_grad else weights).to(self.accum_dtype)
         return weighted_nll_unchecked(self._call(overrides, targets, active, weights))
 
-    def per_row(self, targets: torch.Tensor, active: torch.Tensor, **overrides: Any) -> TokenNLL:
+    def per_row(self, targets: Tensor, active: Tensor, **overrides: Any) -> TokenNLL:
         """Compute the differentiable NLL of the active rows, for weights that are not known before the forward pass."""
         rows = token_nll_unchecked(self._call(overrides, targets, active))
         if not self.options.round_nll:
             return rows
         return replaced(rows, nll=_rounded(rows.nll, dtypes_of(self.logits)[1]))
 
-    def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **flags: bool) -> RowStats:
+    def stats(self, ids: Tensor, active: Tensor, mix: Mix | None = None, **flags: bool) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs.
 
         ``ids``: int64 ``[B, L]`` or ``[B, L, K]``. ``active``: ``[B, L]``. ``mix``: two floating tensors ``[B, L]``.
@@ -198,21 +202,17 @@ class ModelOutput(NamedTuple):
             raise ValueError("fp32_upcast must be True for a loss that is not a sum of NLLs, got False")
         return row_stats_unchecked(self._call({}, ids, active), mix and all_plain(*mix), StatsFlags(**flags))  # type: ignore[no-any-return]
 
-    def divergence(
-        self, teacher: TeacherInput, weights: torch.Tensor, targets: torch.Tensor, *, spec: DivergenceSpec,
-        temperature: float, reduction: str = "sum",
-    ) -> Divergence:  # fmt: skip
-        """Compute the divergence to a teacher, which is checked here."""
-        call = self._call({}, targets, None, weights.detach())
-        return divergence_unchecked(*checked_comparison(self.names, call, teacher, spec, temperature, reduction))
+    def compared(self, teacher: TeacherInput, targets: Tensor, weights: Tensor) -> Compared:
+        """Compare with a teacher, which is checked here."""
+        return Compared.checked(self.names, self._call({}, targets, None, weights.detach()), teacher)
 
-    def _call(self, overrides: dict[str, Any], ids: torch.Tensor, active: Any, weights: Any = None) -> Call:
+    def _call(self, overrides: dict[str, Any], ids: Tensor, active: Any, weights: Any = None) -> Call:
         options = replaced(self.options, **overrides) if overrides else self.options
         ids, active, weights = all_plain(ids, active, weights)
         return Call(self.logits, options, ids, active, weights)
 
 
-def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(nll: Tensor, dtype: torch.dtype) -> Tensor:
     """Round the NLL to ``dtype`` without rounding its gradient, which a cast there and back would do."""
     change = (nll.to(dtype).to(nll.dtype) - nll).detach()
     return nll + change.nan_to_num(0.0, math.inf)  # NaN if the NLL is infinite

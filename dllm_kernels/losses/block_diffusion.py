@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from dllm_kernels._checks import check_masks_like
 from dllm_kernels.losses._base import Batch, DiffusionLoss, check_optional_tensors
@@ -36,7 +36,7 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
             holds token i + 1, and the last row is 0. If N is counted, it does not include token 0.
     """
 
-    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[Tensor, Tensor]:
         check_optional_tensors(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
         check_masks_like("target_ids", batch.target_ids, loss_mask=batch.loss_mask)
         batch.check_unused_noise()

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
-from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
+from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, PerOffset, counts_per_offset, size_of_blocks
 from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
 from dllm_kernels.ops.token_nll import token_nll_unchecked
@@ -103,8 +104,9 @@ class DFlashDecayLoss(DraftLoss):
             position_weights = LOSS_TYPES[loss_type]
         super().__init__(
             Transform(softcap, scale, skip_id), loss_gamma, normalize, position_weights, dpace_alpha, anchor_row,
-            reduction=reduction, backend=backend, chunk_size=chunk_size,
+            reduction=reduction, backend=backend,
         )  # fmt: skip
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
 
     @property
@@ -170,7 +172,7 @@ class DFlashDecayLoss(DraftLoss):
     def forward_fused(
         self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, block_mask: Tensor, num_tokens: Count = None,
         block_size: int | None = None, lm_head_bias: Tensor | None = None, *, num_blocks: Count = None,
-        num_sequences: Count = None, prefix: Tensor | None = None, extra: _checks.Extra | None = None,
+        num_sequences: Count = None, prefix: Tensor | None = None, extra: Extra | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
@@ -271,9 +273,7 @@ class DFlashDecayLoss(DraftLoss):
         return self._checked_weighting().decay(T, block_size, device, dtype)
 
     @staticmethod
-    def _draft_acc_per_pos(
-        correct: Tensor, block_mask: Tensor, block_size: int | None
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _draft_acc_per_pos(correct: Tensor, block_mask: Tensor, block_size: int | None) -> PerOffset:
         """Count correct and valid rows per offset of blocks of ``block_size - 1`` rows, for external callers."""
         return counts_per_offset(correct, block_mask, None if block_size is None else block_size - 1)
 
@@ -293,7 +293,7 @@ class DFlashDecayLoss(DraftLoss):
         token_nll = token_nll.to(accum_dtype(token_nll.dtype))
         mask = block_mask.to(token_nll.dtype)
         weighting, counts = self._checked_weighting(), Counts(num_tokens, num_blocks, num_sequences)
-        weights = weighting.row_weights(mask, block_size, torch.exp(-token_nll.detach()))
+        weights = weighting.row_weights(mask, block_size, torch.exp(-token_nll.detach()), None)
         out = single_loss(sum_of_rows(token_nll, weighting.normalized(weights, mask, block_size, counts)), weights)
         return replaced(out, draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import Counts
 from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, sum_of_rows
 from dllm_kernels.losses._draft import DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.ops.divergence import Divergence, TeacherInput, head_of_teacher
+from dllm_kernels.ops.divergence import Compared, Divergence, TeacherInput, divergence_unchecked, head_of_teacher
 from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._divergence_spec import checked_spec
 from dllm_kernels.rows._interface import IGNORE
@@ -26,6 +27,7 @@ from dllm_kernels.rows._transform import Transform
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
 CONFIDENCE = ("target", "teacher", "acceptance")
+TEACHER_CE = checked_spec("teacher_ce")
 # Objectives of block-drafter trainers with their default settings. Their blocks hold a row for the anchor, which is
 # masked if it predicts nothing.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -131,9 +133,10 @@ class DraftDistillationLoss(DraftLoss):
         """Initialize; the arguments are documented on the class."""
         super().__init__(
             Transform(softcap, scale, skip_id), loss_gamma, normalize, position_weights, dpace_alpha, anchor_row,
-            decay_from, reduction=reduction, backend=backend, chunk_size=chunk_size,
+            decay_from, reduction=reduction, backend=backend,
         )  # fmt: skip
         self.kind = kind
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self.confidence = confidence
         self.confidence_weight = confidence_weight
         self.temperature = temperature
@@ -146,7 +149,6 @@ class DraftDistillationLoss(DraftLoss):
         self.base = base
         self.teacher_transform = teacher_transform
         self._checked_spec()
-        _checks.checked_temperature(temperature)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DraftDistillationLoss:
@@ -187,10 +189,9 @@ class DraftDistillationLoss(DraftLoss):
 
     def forward(
         self, logits: Logits, teacher_logits: Logits | None, target_ids: Tensor | None, block_mask: Tensor,
-        num_tokens: int | Tensor | None = None, block_size: int | None = None, *, teacher_rows: Tensor | None = None,
-        draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None,
-        num_blocks: int | Tensor | None = None, num_sequences: int | Tensor | None = None,
-        total_weight: float | Tensor | None = None,
+        num_tokens: Count = None, block_size: int | None = None, *, teacher_rows: Tensor | None = None,
+        draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None, num_blocks: Count = None,
+        num_sequences: Count = None, total_weight: float | Tensor | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss, the acceptance rates and the draft accuracy from logits.
 
@@ -275,9 +276,9 @@ class DraftDistillationLoss(DraftLoss):
         self, hidden: Tensor, lm_head_weight: Tensor, teacher_hidden: Tensor | None, target_ids: Tensor | None,
         block_mask: Tensor, num_tokens: Count = None, block_size: int | None = None, lm_head_bias: Tensor | None = None,
         *, teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
-        teacher_extra: _checks.Extra | None = None, teacher_rows: Tensor | None = None,
+        teacher_extra: Extra | None = None, teacher_rows: Tensor | None = None,
         draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None, num_blocks: Count = None,
-        num_sequences: Count = None, total_weight: float | Tensor | None = None, extra: _checks.Extra | None = None,
+        num_sequences: Count = None, total_weight: float | Tensor | None = None, extra: Extra | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of two ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
@@ -304,6 +305,7 @@ class DraftDistillationLoss(DraftLoss):
         spec = checked_spec(self.kind, teacher=self.teacher, **{name: getattr(self, name) for name in OPTIONS})
         _checks.check_choice("confidence", self.confidence, CONFIDENCE)
         _checks.check_not_negative("confidence_weight", self.confidence_weight)
+        _checks.checked_temperature(self.temperature)
         return spec
 
     def _check_required(
@@ -381,15 +383,16 @@ class _Call(DraftCall):
         if self.returns_rows or self.confidence is not None:
             return self._rows()
         weights, divided = self.weights()
-        out = self._divergence(divided)
+        out = self._divergence(self._compared(divided), per_row=False)
         return DraftResult(out.loss, weights, divided, out.agree, out.acceptance_rate)
 
     def _rows(self) -> DraftResult:
         """Compute the divergence per row, then the weights, which may depend on it."""
         if self.loss.alpha == "mean" and self.confidence is None:
             return self._rows_with_weighted_mean()
-        each = self._divergence(self._active_mask, reduction="none")
-        weights, divided = self.weights(self._confidence(each))
+        compared = self._compared((self.block_mask != 0).to(self.rows.accum_dtype))  # the rows that are read
+        each = self._divergence(compared, per_row=True)
+        weights, divided = self.weights(self._confidence(each, compared))
         return DraftResult(
             sum_of_rows(each.loss, divided), weights, divided, each.agree, each.acceptance_rate, each.loss
         )
@@ -397,16 +400,11 @@ class _Call(DraftCall):
     def _rows_with_weighted_mean(self) -> DraftResult:
         """Compute the divergence per row with known weights, which also weight the mean of a."""
         weights, divided = self.weights(None)
-        each = self._divergence(divided, reduction="none")
+        each = self._divergence(self._compared(divided), per_row=True)
         value = each.loss / torch.where(divided != 0, divided, 1.0)  # each.loss is 0 if divided is 0
         return DraftResult(each.loss.sum(), weights, divided, each.agree, each.acceptance_rate, value)
 
-    @property
-    def _active_mask(self) -> Tensor:
-        """Mask of the rows that are read, 1 or 0."""
-        return (self.block_mask != 0).to(self.rows.accum_dtype)
-
-    def _confidence(self, each: Divergence) -> Tensor | None:
+    def _confidence(self, each: Divergence, compared: Compared) -> Tensor | None:
         """Return a, or the draft's probability of a token, taken from the divergence if it is the NLL of the token."""
         (term, *others), untempered = self.spec.terms, self.loss.temperature == 1
         if self.confidence is None:
@@ -417,17 +415,15 @@ class _Call(DraftCall):
         if term.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and draft_columns:
             return torch.exp(-each.value / term.coefficient)
         if self.confidence == "target":
-            return self._target_probabilities()
+            with torch.no_grad():  # the draft's probability of the target tokens
+                return torch.exp(-self.rows.per_row(self.target_ids, self.block_mask).nll)
         with torch.no_grad():
-            teacher_ce = self._divergence(self._active_mask, spec=checked_spec("teacher_ce"), temperature=1.0)
-        return torch.exp(-teacher_ce.value)
+            return torch.exp(-divergence_unchecked(*compared.under(TEACHER_CE, 1.0, False)).value)
 
-    def _target_probabilities(self) -> Tensor:
-        """Compute the draft's probability of the target tokens."""
-        with torch.no_grad():
-            return torch.exp(-self.rows.per_row(self.target_ids, self.block_mask).nll)
+    def _compared(self, weights: Tensor) -> Compared:
+        """Check the teacher beside rows with these weights."""
+        return self.rows.compared(self.teacher, self.target_ids, weights)
 
-    def _divergence(self, weights: Tensor, **changes: Any) -> Divergence:
-        """Compute the divergence of the active rows; ``changes`` override the settings of the loss."""
-        settings = {"spec": self.spec, "temperature": self.loss.temperature, **changes}
-        return self.rows.divergence(self.teacher, weights, self.target_ids, **settings)
+    def _divergence(self, compared: Compared, *, per_row: bool) -> Divergence:
+        """Compute the divergence with the settings of the loss."""
+        return divergence_unchecked(*compared.under(self.spec, float(self.loss.temperature), per_row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
@@ -14,7 +15,7 @@ from dllm_kernels.losses._common import DLLMLossOutput, as_batch
 from dllm_kernels.ops.dpace_weights import accepted_prefix, accepted_rows, anchor_rows, check_probabilities
 
 
-def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
+def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, Tensor]:
     r"""Compute the draft accuracy, overall and per offset in a block, from the counts of one loss call.
 
     .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k
@@ -46,9 +47,9 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
 
 
 def acceptance_length(
-    output: DLLMLossOutput | torch.Tensor, mask: torch.Tensor, block_size: int, *, anchor_row: bool = False,
-    bonus: bool = False, sampling: bool = False, group: Any = None, prefix: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    output: DLLMLossOutput | Tensor, mask: Tensor, block_size: int, *, anchor_row: bool = False,
+    bonus: bool = False, sampling: bool = False, group: Any = None, prefix: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     r"""Compute the mean number of accepted drafted tokens per block, by greedy verification or by sampling.
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ and } m_i \ne 0]
@@ -95,9 +96,9 @@ def acceptance_length(
 
 
 def acceptance_stats(
-    output: DLLMLossOutput | torch.Tensor, mask: torch.Tensor, block_size: int, *, anchor_row: bool = False,
-    bonus: bool = False, sampling: bool = False, prefix: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    output: DLLMLossOutput | Tensor, mask: Tensor, block_size: int, *, anchor_row: bool = False,
+    bonus: bool = False, sampling: bool = False, prefix: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     r"""Return numerator and denominator of :func:`acceptance_length`, to be summed over micro-batches and ranks.
 
     Examples:
@@ -124,7 +125,7 @@ def acceptance_stats(
     _checks.check_flags(anchor_row=anchor_row, bonus=bonus, sampling=sampling)
     rates, prefix = _rates_of(output) if sampling else _matches_of(output), _prefix_of(output, prefix)
     block_size = _checks.checked_int("block_size", block_size, 1)
-    if isinstance(mask, torch.Tensor) and mask.dim() == 1 and mask.numel() == rates.numel():
+    if isinstance(mask, Tensor) and mask.dim() == 1 and mask.numel() == rates.numel():
         rates, mask, prefix = map(as_batch, (rates, mask, prefix))  # a loss of packed rows returns a batch of one
     _checks.check_masks_like("output", rates, mask=mask)
     if rates.dim() == 3:
@@ -147,7 +148,7 @@ def acceptance_stats(
     return total + count if bonus else total, count
 
 
-def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+def _summed(sums: Tensor, group: Any) -> tuple[Tensor, ...]:
     """Unbind the sums, all-reduced over the group if there is one."""
     if group is not None:
         from dllm_kernels.distributed import summed_over
@@ -156,7 +157,7 @@ def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
     return sums.unbind()
 
 
-def _rates_of(output: Any) -> torch.Tensor:
+def _rates_of(output: Any) -> Tensor:
     """Return the acceptance rates of a loss output, or the given tensor, plain and detached."""
     rates = output.acceptance_rate if isinstance(output, DLLMLossOutput) else output
     if rates is None:
@@ -167,7 +168,7 @@ def _rates_of(output: Any) -> torch.Tensor:
     return plain(rates.detach())  # type: ignore[no-any-return]
 
 
-def _matches_of(output: Any) -> torch.Tensor:
+def _matches_of(output: Any) -> Tensor:
     """Return the matches of a loss output, or the given tensor, plain and detached."""
     matches = output.draft_correct if isinstance(output, DLLMLossOutput) else output
     if matches is None:
@@ -183,7 +184,7 @@ def _matches_of(output: Any) -> torch.Tensor:
     return matches  # type: ignore[no-any-return]
 
 
-def _prefix_of(output: Any, prefix: torch.Tensor | None) -> torch.Tensor | None:
+def _prefix_of(output: Any, prefix: Tensor | None) -> Tensor | None:
     """Return the prefix of a loss output, or the given one; raise if they differ."""
     output_prefix = output.prefix if isinstance(output, DLLMLossOutput) else None
     if prefix is None or output_prefix is None:

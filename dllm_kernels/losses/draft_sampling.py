@@ -105,7 +105,7 @@ def _sampled_anchors(
     count = min(num, L) if B else 0
     positions = torch.zeros(B, 0, dtype=torch.int64, device=loss_mask.device)
     if count:
-        keys, length = _keys_of_anchors(loss_mask, segment_ids, seed, block_size)
+        keys, length = _anchor_keys(loss_mask, segment_ids, seed, block_size)
         smallest = _smallest(keys, count) if overlap else _disjoint(keys, count, length, min(block_size, L))
         positions = torch.as_tensor(smallest & ((1 << _POSITION_BITS) - 1), device=loss_mask.device)
     anchors = F.pad(positions.clamp(max=L), (0, num - count), value=L).sort(1).values
@@ -113,9 +113,7 @@ def _sampled_anchors(
     return [torch.where(real, anchors, 0), real]
 
 
-def _keys_of_anchors(
-    loss_mask: Tensor, segment_ids: Tensor | None, seed: Tensor, block_size: int
-) -> tuple[Array, Array]:
+def _anchor_keys(loss_mask: Tensor, segment_ids: Tensor | None, seed: Tensor, block_size: int) -> tuple[Array, Array]:
     """Return the key of each position, and the number of tokens of its block, ``[B, L]``."""
     B, L = loss_mask.shape
     mask, position = _array(loss_mask) != 0, _array(torch.arange(L, device=loss_mask.device))

@@ -31,9 +31,9 @@ ENCODER = _checks.Names("encoder_logits", "input_ids", "lm_head_weight", "lm_hea
 
 
 def compute_per_token_nll(
-    logits: Logits, target_ids: torch.Tensor, *, softcap: float | None = None, scale: float | None = None,
+    logits: Logits, target_ids: Tensor, *, softcap: float | None = None, scale: float | None = None,
     skip_id: int | None = None, backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     r"""Negative log-likelihood of every token, :math:`\log\sum_v e^{z_{iv}} - z_{i,y_i}`.
 
     Source: cross-entropy with a one-hot target, -log softmax(z)[y].
@@ -59,11 +59,11 @@ def compute_per_token_nll(
 
 
 def encoder_ar_loss(
-    encoder_logits: Logits, input_ids: torch.Tensor, valid_mask: torch.Tensor | None = None,
-    num_tokens: int | torch.Tensor | None = None, *, segment_ids: torch.Tensor | None = None, normalize: str = "tokens",
-    num_sequences: int | torch.Tensor | None = None, softcap: float | None = None, scale: float | None = None,
+    encoder_logits: Logits, input_ids: Tensor, valid_mask: Tensor | None = None,
+    num_tokens: int | Tensor | None = None, *, segment_ids: Tensor | None = None, normalize: str = "tokens",
+    num_sequences: int | Tensor | None = None, softcap: float | None = None, scale: float | None = None,
     skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     r"""Next-token cross-entropy over the pairs of a valid position and a valid next position.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i < S} m_i m_{i+1} \, \text{nll}(z_i, x_{i+1})
@@ -156,11 +156,11 @@ def encoder_ar_loss_fused(
 class _Pairs(NamedTuple):
     """Tokens, and what decides which pairs of adjacent positions are scored."""
 
-    input_ids: torch.Tensor
-    valid_mask: torch.Tensor | None
-    segment_ids: torch.Tensor | None
+    input_ids: Tensor
+    valid_mask: Tensor | None
+    segment_ids: Tensor | None
 
-    def scored(self) -> torch.Tensor:
+    def scored(self) -> Tensor:
         """Validate the masks; return True for positions that predict the next token, bool ``[B, S]``."""
         input_ids, valid_mask, segment_ids = self
         valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)

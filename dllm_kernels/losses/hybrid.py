@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_kernels._checks import Extra, check_constant, check_finite, check_number, check_tensor
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import plain
-from dllm_kernels.losses._base import Batch, DiffusionLoss
+from dllm_kernels.losses._base import Aligned, Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
     Count,
     DLLMLossOutput,
@@ -103,28 +103,30 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
         )  # fmt: skip
 
-    def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
-    ) -> DLLMLossOutput:
+    def _loss(self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None) -> DLLMLossOutput:
         ids = batch.target_ids
         check_tensor(rows.names.rows, rows.x)
         check_tensor("target_ids", ids)
-        concatenated = causal is None and _is_longer(rows.x, ids)
+        both = rows.x.dim() == 3 and ids.dim() == 2
+        concatenated = causal is None and both and rows.x.shape[1] > ids.shape[1]
         branches = concatenated and batch.loss_mask_ar is not None
         # without an AR part, any number of positions may follow the diffusion rows
         width = 2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None
-        rows = rows.checked(ids, width=width, branches=1 if causal is None or batch.loss_mask_ar is None else 2)
-        batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
+        raw, rows = (
+            rows,
+            rows.checked(ids, width=width, branches=1 if causal is None or batch.loss_mask_ar is None else 2),
+        )
+        batch.check_unused(causal=causal, noisy_input_ids=batch.noisy_input_ids)
         self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
         weights, divided = self._weights(batch, rows)
-        targets, weights, divided = self._aligned(rows, batch, weights, divided)
+        aligned = self._aligned(rows, batch, weights, divided)
         if batch.loss_mask_ar is not None and (branches or causal is not None):
             rows.check_targets(ids, batch.loss_mask_ar[:, 1:], shift=1)
         if causal is None or batch.loss_mask_ar is None:
-            return self._one_call(rows, batch, targets.long(), weights, divided)
-        return self._two_branches(rows, causal.checked(ids, branches=2), batch, targets.long(), weights, divided)
+            return self._one_call(rows, batch, aligned)
+        return self._two_branches(rows, causal.beside(raw, rows) or causal.checked(ids, branches=2), batch, aligned)
 
     def _check_alpha(self) -> None:
         """Validate ``alpha``, on every call because the attribute may have been reassigned."""
@@ -140,14 +142,13 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[Tensor, Tensor]:
         return batch.mdlm_weights(rows, plain(self.alpha))
 
-    def _one_call(
-        self, rows: ModelOutput, batch: Batch, targets: Tensor, weights: Tensor, divided: Tensor
-    ) -> DLLMLossOutput:
+    def _one_call(self, rows: ModelOutput, batch: Batch, aligned: Aligned) -> DLLMLossOutput:
         """Compute one call over the concatenated rows. Rows after those of the batch are the AR branch, or ignored.
 
-        ``targets``, ``weights``: of the rows of the diffusion part; ``divided``: the weights over the denominator.
+        ``aligned``: of the rows of the diffusion part.
         """
-        L = targets.shape[1]
+        targets, weights, divided = aligned
+        targets, L = targets.long(), targets.shape[1]
         num_trailing = rows.x.shape[1] - L
         if not num_trailing:
             return self._single_part_output(rows, targets, weights, divided)
@@ -166,10 +167,10 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             return single_loss(sum_of_rows(nll[:, :L], divided), weights, weighted_rows(nll[:, :L], weights))
         return _per_row_output(nll, all_weights, all_divided, L)
 
-    def _two_branches(
-        self, rows: ModelOutput, other: ModelOutput, batch: Batch, targets: Tensor, weights: Tensor, divided: Tensor
-    ) -> DLLMLossOutput:
+    def _two_branches(self, rows: ModelOutput, other: ModelOutput, batch: Batch, aligned: Aligned) -> DLLMLossOutput:
         """Compute both branches: two calls on logits, or one pass over the LM head; see :meth:`_one_call`."""
+        targets, weights, divided = aligned
+        targets = targets.long()
         shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
         both = rows.stack(other)
         if not self._returns_rows():
@@ -193,10 +194,6 @@ def _per_row_output(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DL
     diffusion = sum_of_rows(nll[:, :L], divided[:, :L])
     out = single_loss(diffusion + sum_of_rows(nll[:, L:], divided[:, L:]), weights, weighted_rows(nll, weights))
     return replaced(out, dllm_loss=diffusion.detach().clone())
-
-
-def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
-    return x.dim() == 3 and target_ids.dim() == 2 and x.shape[1] > target_ids.shape[1]
 
 
 def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses import _common
@@ -60,8 +61,8 @@ class IDLMLoss(TransformedLoss):
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
     def forward(
-        self, logits: Logits, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, *,
-        seq_len: int, num_diffusion_tokens: int | torch.Tensor | None = None,
+        self, logits: Logits, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, *,
+        seq_len: int, num_diffusion_tokens: int | Tensor | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits.
 
@@ -116,7 +117,7 @@ class IDLMLoss(TransformedLoss):
     def forward_fused(
         self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, *,
         seq_len: int, num_diffusion_tokens: Count = None, lm_head_bias: Tensor | None = None,
-        extra: _checks.Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
+        extra: Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._model_output import ModelOutput
@@ -65,5 +65,5 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
             holds token i + 1, and the last row is 0. N is used as given, so do not count token 0 in it.
     """
 
-    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[Tensor, Tensor]:
         return batch.mdlm_weights(rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
@@ -33,14 +34,14 @@ class SCDDSchedule:
         rho: probability that the token is the clean one given that it is not MASK, ``clean_mass / gamma``.
     """
 
-    clean_mass: torch.Tensor
-    uniform_mass: torch.Tensor
-    absorbed_mass: torch.Tensor
-    gamma: torch.Tensor
-    rho: torch.Tensor
+    clean_mass: Tensor
+    uniform_mass: Tensor
+    absorbed_mass: Tensor
+    gamma: Tensor
+    rho: Tensor
 
 
-def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
+def scdd_schedule(t: Tensor, *, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
     r"""Compute the marginal distribution of a noisy token at time t.
 
     ``corrupt_mix`` draws from it; its ``mask_prob`` is the absorbed mass.
@@ -73,7 +74,7 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
     return _schedule(plain(t).to(accum_dtype(t.dtype)), *checked_schedule(max_ratio, gamma_shape, t_peak))
 
 
-def _schedule(t: torch.Tensor, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
+def _schedule(t: Tensor, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
     """Compute :func:`scdd_schedule` of validated arguments."""
     t = t.clamp(0, 1)
     a, b = gamma_shape * t_peak, gamma_shape * (1 - t_peak)
@@ -174,15 +175,13 @@ class SCDDLoss(DiffusionLoss):
         self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self._checked_schedule()
 
-    def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
-    ) -> DLLMLossOutput:
+    def _loss(self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None) -> DLLMLossOutput:
         schedule = self._checked_schedule()
         rows = rows.checked(batch.target_ids)
         _checks.check_column("mask_token_id", self.mask_token_id, rows.vocabulary)
         rows = rows.transformed(skip_id=self.mask_token_id)
         batch.check_unused(causal=causal, noise_mask=batch.noise_mask)
-        z = _checked_noisy(noisy_input_ids, batch.target_ids)
+        z = _checked_noisy(batch)
         _check_times(batch)
         supervised, count = batch.supervised, batch.num_diffusion_tokens
         x = batch.target_ids.long()
@@ -201,18 +200,16 @@ class SCDDLoss(DiffusionLoss):
             weights = torch.where(masked, t.to(rows.accum_dtype).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
             out = self._single_part_output(rows, self._predictable(x), weights, divide(weights, count, supervised))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
-        step = _Step.between(self.num_timesteps, schedule, t, rows.vocabulary - 1, rows.accum_dtype)
+        step = _Step.between(self.num_timesteps, schedule, t, rows)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.accum_dtype)
         divided = divide(times, count, supervised)
         return single_loss((costs * divided).sum(), steps, costs * times if self._returns_rows() else None)
 
-    def _predictable(self, ids: torch.Tensor) -> torch.Tensor:
+    def _predictable(self, ids: Tensor) -> Tensor:
         """Replace MASK by -100: its probability is 0 without a gradient, so as a clean token it adds a constant."""
         return ids.masked_fill(ids == self.mask_token_id, IGNORE)
 
-    def _costs(
-        self, rows: ModelOutput, step: _Step, x: torch.Tensor, z: torch.Tensor, active: torch.Tensor
-    ) -> torch.Tensor:
+    def _costs(self, rows: ModelOutput, step: _Step, x: Tensor, z: Tensor, active: Tensor) -> Tensor:
         """Compute the cost per active position of one step ``[B, L]``."""
         mask, K = self.mask_token_id, rows.vocabulary - 1
         base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))
@@ -239,7 +236,7 @@ class SCDDLoss(DiffusionLoss):
         return checked_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
 
 
-def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+def _change(step: _Step, K: int, p: Tensor, difference: Tensor) -> Tensor:
     """Compute ``difference``, log(base_s + rho_s p) - log(base_t + rho_t p), without cancellation if it is small.
 
     One step changes the logarithm by about 1 / T, so their difference has T times the relative rounding error.
@@ -255,21 +252,19 @@ class _Step(NamedTuple):
     ``released``: fraction of the masked tokens that the step unmasks; ``fell``: rho_s - rho_t.
     """
 
-    base_s: torch.Tensor
-    base_t: torch.Tensor
-    rho_s: torch.Tensor
-    rho_t: torch.Tensor
-    fell: torch.Tensor
-    released: torch.Tensor
-    u: torch.Tensor
-    r: torch.Tensor
+    base_s: Tensor
+    base_t: Tensor
+    rho_s: Tensor
+    rho_t: Tensor
+    fell: Tensor
+    released: Tensor
+    u: Tensor
+    r: Tensor
 
     @classmethod
-    def between(
-        cls, num_timesteps: int, schedule: tuple[float, float, float], t: torch.Tensor, K: int, dtype: torch.dtype
-    ) -> _Step:
+    def between(cls, num_timesteps: int, schedule: tuple[float, float, float], t: Tensor, rows: ModelOutput) -> _Step:
         """Compute the coefficients, one per sequence, in float64, because they are differences of close values."""
-        t = t.detach().double().clamp(0, 1)
+        t, K = t.detach().double().clamp(0, 1), rows.vocabulary - 1
         s = t - 1 / num_timesteps  # the schedule clamps to 0
         both = _schedule(torch.stack([s, t]), *schedule)  # one call, because each operation is a launch on a GPU
         (rho_s, rho_t), (base_s, base_t) = both.rho, (1 - both.rho) / K
@@ -281,16 +276,16 @@ class _Step(NamedTuple):
             u=fell / positive / K,
             r=rho_t / positive,
         )  # fmt: skip
-        return cls(*torch.stack(step).to(dtype))
+        return cls(*torch.stack(step).to(rows.accum_dtype))
 
 
-def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tensor:
+def _checked_noisy(batch: Batch) -> Tensor:
     """Check the noisy tokens and return them as int64."""
-    if noisy_input_ids is None:
+    z: Any = batch.noisy_input_ids
+    if z is None:
         raise ValueError("noisy_input_ids must be given, got None; pass the tokens that the model received")
-    _checks.check_like("target_ids", target_ids, _checks.INT_DTYPES, noisy_input_ids=noisy_input_ids)
-    z: torch.Tensor = plain(noisy_input_ids).long()
-    return z
+    _checks.check_like("target_ids", batch.target_ids, _checks.INT_DTYPES, noisy_input_ids=z)
+    return z.long()  # type: ignore[no-any-return]
 
 
 def _check_times(batch: Batch) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._plain import all_plain, plain_count
+from dllm_kernels._checks import Extra
+from dllm_kernels._graph._plain import all_plain, plain, plain_count
 from dllm_kernels.head._module import HOOKS
 from dllm_kernels.head._parameters import head_bias, head_weight
 from dllm_kernels.losses._base import TransformedLoss
@@ -35,30 +36,27 @@ class CrossEntropy(TransformedLoss):
 
     ignore_index: int
 
-    def checked(self, names: _checks.Names, logits: Logits, labels: Tensor) -> tuple[ModelOutput, Tensor]:
-        """Validate logits, or their record, and labels; return both, with the labels as targets of the ops."""
-        rows = self._rows(logits, self._options(), names).checked_any_shape(labels)
-        return rows, self.targets_of(labels)
-
-    def targets_of(self, labels: Tensor) -> Tensor:
-        """Return the labels as targets of the ops, -100 if ignored."""
-        return as_targets(labels, self.ignore_index)
-
-    def check_range(self, name: str, targets: Tensor, V: int, counted: Tensor | None, shift: int = 0) -> None:
-        """Check the range of the targets in rows whose entry of ``counted`` is not 0; None: all rows.
-
-        ``shift``: offset of a target in the caller's tensor, for the error message.
-        """
-        self.transform.check_targets(None, name, targets, V, counted=counted, shift=shift)
+    def checked(self, *outputs: tuple[_checks.Names, Logits, Tensor]) -> list[ModelOutput]:
+        """Validate (names, logits or their record, labels) of each output, beside the first one if they are like it."""
+        names, logits, labels = outputs[0]
+        raw = self._rows(logits, self._options(), names)
+        first = raw.checked_any_shape(labels)
+        checked = [first]
+        for names, logits, ids in outputs[1:]:
+            rows = ModelOutput.of(logits, raw.options, names, raw.chunk_rows)
+            valid = rows.beside(raw, first) if ids.device == labels.device else None
+            checked.append(valid or rows.checked_any_shape(ids))
+        return checked
 
     def _loss(
         self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count, loss_weights: Tensor | None
     ) -> Tensor:
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        rows, targets = self.checked(NAMES, logits, labels)
-        shape = _shape_of_rows(rows, labels)
+        (rows,) = self.checked((NAMES, logits, labels))
+        targets, shape = as_targets(labels, self.ignore_index), _shape_of_rows(rows, labels)
+        check_loss_weights(targets, loss_weights)
         weights = position_weights(rows.x, targets, mask, loss_weights)
-        self.check_range("labels", targets, rows.vocabulary, weights)
+        self.transform.check_targets(None, "labels", targets, rows.vocabulary, counted=weights)
         targets, weights = targets.reshape(shape), weights.reshape(shape)
         if self._returns_rows():
             return rows.per_row(targets, weights).nll.flatten()
@@ -159,7 +157,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
         if logit_softcapping:
             _checks.check_factor("logit_softcapping", abs(logit_softcapping))
-        super().__init__(Transform(None, scale, skip_id), reduction, backend, chunk_size)
+        super().__init__(Transform(None, scale, skip_id), reduction, backend)
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
         self.logit_softcapping = logit_softcapping
         self.impl = impl
@@ -174,7 +173,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         self.logit_softcapping = value or 0
 
     def record(
-        self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, extra: _checks.Extra | None,
+        self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, extra: Extra | None,
         dtype: torch.dtype | None,
     ) -> LinearLogits:  # fmt: skip
         """Return the record of the logits of the loss."""
@@ -184,7 +183,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
     def forward(
         self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,
         grad_reduce_group: Any = None, loss_weights: Tensor | None = None, *, lm_bias: Tensor | None = None,
-        logits_dtype: torch.dtype | None = None, extra: _checks.Extra | None = None,
+        logits_dtype: torch.dtype | None = None, extra: Extra | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute the loss.
 
@@ -251,14 +250,19 @@ def position_weights(like: Tensor, targets: Tensor, mask: Tensor | None, loss_we
         counts = counts & (mask.reshape(targets.shape) != 0)
     if loss_weights is None:
         return counts.to(dtype)
-    _checks.check_like("labels", targets, loss_weights=loss_weights)
-    _checks.check_constant("loss_weights", loss_weights)
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
 
+def check_loss_weights(targets: Tensor, loss_weights: Any) -> None:
+    """Raise unless the weights are None, or a constant shaped like the targets."""
+    if loss_weights is not None:
+        _checks.check_like("labels", targets, loss_weights=plain(loss_weights))
+        _checks.check_constant("loss_weights", loss_weights)
+
+
 def as_targets(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return labels as targets of the ops, -100 if ignored."""
-    labels = to_int64(labels)
+    """Return validated labels as targets of the ops, -100 if ignored."""
+    labels = plain(labels).long()
     return labels if ignore_index == IGNORE else labels.masked_fill(labels == ignore_index, IGNORE)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, plain, plain_count, readable_without_sync
 from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, logits_of
@@ -114,7 +115,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     ignore_index: int | None = IGNORE, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
     lm_weight: Tensor | None = None, logits_dtype: torch.dtype | None = None, grad_reduce_group: Any = None,
     loss_weights: Tensor | None = None, return_per_depth: bool = False, lm_bias: Tensor | None = None,
-    extra: _checks.Extra | None = None,
+    extra: Extra | None = None,
 ) -> Tensor | MTPLossOutput:  # fmt: skip
     r"""Compute the multi-token-prediction auxiliary loss.
 
@@ -203,13 +204,18 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             outputs = [loss_fn.record(rows_of(h), weight, bias, pair, logits_dtype) for h, pair in pairs]
         else:
             outputs = [opened(z, loss_fn.transform) for z in outputs]
+        parts = _parts(loss_fn, name, outputs, targets, counts)
         records = [z for z in outputs if isinstance(z, LinearLogits)]
         if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
-            rows, ids, weights, divided = _stacked(loss_fn, name, records, targets, counts)
+            rows, ids, weights, divided = _stacked(parts, records)
             if not return_per_depth:
                 return rows.weighted(ids, divided * factor).loss
-            parts = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
-            return MTPLossOutput(parts.sum() * factor, list(parts.unbind()), weights.sum())
+            sums = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
+            return MTPLossOutput(sums.sum() * factor, list(sums.unbind()), weights.sum())
+        losses = [rows.weighted(ids, divided).loss for rows, ids, _, divided in parts]
+        total = torch.stack(losses).sum(0) * factor
+        weights = torch.stack([part[2] for part in parts])
+        return MTPLossOutput(total, losses, weights.sum()) if return_per_depth else total
     common = counts | dtype | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
     explicit_head = not are_logits and not (lm_weight is None and lm_bias is None)
     if from_hidden or explicit_head:
@@ -238,12 +244,19 @@ def _checked_factor(scaling_factor: Any) -> float | Tensor:
     return factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
 
 
+_Part = tuple[ModelOutput, Tensor, Tensor, Tensor]
+
+
 class _Target(NamedTuple):
     """Labels of one depth, the caller's name of the tensor that has them, and their offset in it."""
 
     ids: Tensor
     name: str
     shift: int = 0
+
+    def check_range(self, loss_fn: CrossEntropy, ids: Tensor, V: int, counted: Tensor | None) -> None:
+        """Check the range of the ids in rows whose entry of ``counted`` is not 0; None: all rows."""
+        loss_fn.transform.check_targets(None, self.name, ids, V, counted=counted, shift=self.shift)
 
 
 def _depth_outputs(
@@ -282,7 +295,7 @@ def _as_list(name: str, tensors: Any) -> list[Any]:
         raise TypeError(f"{name} must be a list of tensors, one per depth, got {_checks.type_name(tensors)}") from None
 
 
-def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Logits]) -> list[_checks.Extra | None]:
+def _extra_of_depths(extra: Extra | None, outputs: list[Logits]) -> list[Extra | None]:
     """Return the low-rank part of the head for each depth, with rows laid out like the depth's output."""
     u, second = _checks.checked_pair("extra", extra, "(u, U)")
     if u is None or second is None:
@@ -308,28 +321,33 @@ def _checked_targets(
     return [_Target(target, f"mtp_per_depth_targets[{k}]") for k, target in enumerate(each)]
 
 
-def _stacked(
-    loss_fn: CrossEntropy, name: str, records: list[LinearLogits], targets: list[_Target], counts: dict[str, Any]
-) -> tuple[ModelOutput, Tensor, Tensor, Tensor]:
-    """Validate all depths; return their rows, targets and weights, before and over the denominator, stacked."""
+def _parts(
+    loss_fn: CrossEntropy, name: str, outputs: list[Logits], targets: list[_Target], counts: dict[str, Any]
+) -> list[_Part]:
+    """Validate all depths; return rows, targets and weights of each, before and over the denominator."""
     base.check_sum_only(loss_fn.reduction, **counts)
+    places = [f"{name}[{k}]" for k in range(len(outputs))]
+    names = [replaced(base.NAMES, rows=at, hidden=at, targets=t.name) for at, t in zip(places, targets, strict=True)]
+    checked = loss_fn.checked(*zip(names, outputs, [target.ids for target in targets], strict=True))
+    base.check_loss_weights(targets[0].ids, counts["loss_weights"])
     parts = []
-    for k, (record, target) in enumerate(zip(records, targets, strict=True)):
-        names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
-        rows, ids = loss_fn.checked(names, record, target.ids)
+    for rows, target in zip(checked, targets, strict=True):
+        ids = base.as_targets(target.ids, loss_fn.ignore_index)
         weights = position_weights(rows.x, ids, None, counts["loss_weights"])
-        loss_fn.check_range(target.name, ids, rows.vocabulary, weights, target.shift)
+        target.check_range(loss_fn, ids, rows.vocabulary, weights)
         parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
+    return parts
+
+
+def _stacked(parts: list[_Part], records: list[LinearLogits]) -> _Part:
+    """Return the parts of all depths as one, for records of one head."""
     (first, *others), *tensors = zip(*parts, strict=True)
     stacked = first.stack(*others)
     assert stacked is not None  # the caller compared the heads
-    logits = replaced(stacked.logits, num_active=_total([record.num_active for record in records]))
-    return replaced(stacked, logits=logits), *map(torch.stack, tensors)
-
-
-def _total(bounds: list[Any]) -> int | None:
-    """Return the sum of bounds, or None if one is unknown."""
-    return None if None in bounds else sum(bounds)
+    bounds: list[Any] = [record.num_active for record in records]
+    logits = replaced(stacked.logits, num_active=None if None in bounds else sum(bounds))
+    ids, weights, divided = map(torch.stack, tensors)
+    return replaced(stacked, logits=logits), ids, weights, divided
 
 
 def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:
@@ -344,5 +362,5 @@ def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits:
         counted = plain(common["loss_weights"])
         if counted is not None:
             _checks.check_like("labels", target.ids, loss_weights=counted)
-        loss_fn.check_range(target.name, loss_fn.targets_of(target.ids), V, counted, target.shift)
+        target.check_range(loss_fn, base.as_targets(target.ids, loss_fn.ignore_index), V, counted)
     return base.calculate_loss(loss_fn, labels=target.ids, **rows, **common)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_kernels._checks import type_name
 from dllm_kernels.head._parameters import gathered_once, head_weight
@@ -50,18 +50,18 @@ class PipelineCausalLMLoss(nn.Module):
         self.loss_fn, self.model = loss_fn, model
         self.scaling_factor, self.grad_reduce_group = scaling_factor, grad_reduce_group
         self.ignore_index = checked_ignore_index(ignore_index, loss_fn)
-        self.cu_seqlens: torch.Tensor | None = None
+        self.cu_seqlens: Tensor | None = None
 
     @staticmethod
-    def _extract_seq_idx_tail(output: Any) -> tuple[torch.Tensor | None, Any]:
+    def _extract_seq_idx_tail(output: Any) -> tuple[Tensor | None, Any]:
         """Split the trailing 2-d int32 tensor off a tuple: (seq_idx, rest), or (None, output) if there is none."""
         if isinstance(output, tuple) and output:
             last = output[-1]
-            if isinstance(last, torch.Tensor) and last.dtype == torch.int32 and last.dim() == 2:
+            if isinstance(last, Tensor) and last.dtype == torch.int32 and last.dim() == 2:
                 return last, output[:-1]
         return None, output
 
-    def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, output: Any, labels: Tensor) -> Tensor:
         """Compute the loss of one micro-batch.
 
         Args:
@@ -93,7 +93,7 @@ class PipelineCausalLMLoss(nn.Module):
             are_logits = getattr(self.model, "mtp_outputs_are_logits", False)
             others = "mtp_per_depth_logits" if are_logits else "mtp_per_depth_h"
             output = {"logits": output[0], others: output[1:]}
-        hidden = output if isinstance(output, torch.Tensor) else _final_hidden(output)
+        hidden = output if isinstance(output, Tensor) else _final_hidden(output)
         logits = _field(output, "logits") if hasattr(output, "logits") or isinstance(output, Mapping) else output
         common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
         if linear:
@@ -105,20 +105,20 @@ class PipelineCausalLMLoss(nn.Module):
         common |= {"labels": labels, "scaling_factor": self._scaling(output), "ignore_index": self.ignore_index}
         if linear and "mtp_per_depth_h" in depths:
             common |= self._head(depths["mtp_per_depth_h"], common["lm_weight"])
-        mtp: torch.Tensor = calculate_mtp_loss(self.loss_fn, **depths, **packing, **common)
+        mtp: Tensor = calculate_mtp_loss(self.loss_fn, **depths, **packing, **common)
         return loss + mtp
 
     def _main_loss_fn(self) -> nn.Module:
         """Return the base loss of the main path."""
         return self.loss_fn
 
-    def _head(self, hidden: torch.Tensor | list[torch.Tensor], lm_weight: torch.Tensor | None = None) -> dict[str, Any]:
+    def _head(self, hidden: Tensor | list[Tensor], lm_weight: Tensor | None = None) -> dict[str, Any]:
         """Return the head as arguments of the losses of ``hidden``, of the main path or of all depths.
 
         The weight is gathered once, for the main path; the depths get it as ``lm_weight``.
         """
         if lm_weight is None:
-            assert isinstance(hidden, torch.Tensor)
+            assert isinstance(hidden, Tensor)
             lm_weight = gathered_once(head_weight(self.model), hidden)
         return {"lm_weight": lm_weight}
 
@@ -138,16 +138,16 @@ class PipelineCausalLMLoss(nn.Module):
 def _check_output(output: Any) -> None:
     """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
     if isinstance(output, tuple):
-        known = len(output) > 0 and isinstance(output[0], (torch.Tensor, LinearLogits))
+        known = len(output) > 0 and isinstance(output[0], (Tensor, LinearLogits))
         for i, part in enumerate(output[1:], start=1):
-            if isinstance(part, torch.Tensor) and not part.is_floating_point():
+            if isinstance(part, Tensor) and not part.is_floating_point():
                 dtype = str(part.dtype).removeprefix("torch.")
                 raise ValueError(
                     f"output[{i}] must be the floating output of an MTP depth, or at the end of the tuple seq_idx, "
                     f"int32 [B, S], got {dtype} of shape {tuple(part.shape)}"
                 )
     else:
-        known = isinstance(output, (torch.Tensor, Mapping)) or hasattr(output, "logits")
+        known = isinstance(output, (Tensor, Mapping)) or hasattr(output, "logits")
         known = known or hasattr(output, "hidden_states")
     if not known:
         got = "a tuple without them" if isinstance(output, tuple) else type_name(output)
@@ -163,12 +163,12 @@ def _field(output: Any, name: str) -> Any:
     return output.get(name) if value is None and isinstance(output, Mapping) else value
 
 
-def _final_hidden(output: Any) -> torch.Tensor | None:
+def _final_hidden(output: Any) -> Tensor | None:
     """Return ``hidden_states`` of a model output, or their last element if they are a sequence."""
     states = _field(output, "hidden_states")
     if isinstance(states, (list, tuple)):
         states = next((s for s in reversed(states) if s is not None), None)
-    return states if isinstance(states, torch.Tensor) else None
+    return states if isinstance(states, Tensor) else None
 
 
 @dataclass

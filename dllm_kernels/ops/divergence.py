@@ -217,7 +217,9 @@ def divergence(
         logits, options.transform, teacher_logits, teacher_rows, draft_to_target, teacher_transform
     )
     call = checked(NAMES, logits, _targets(logits, targets, weights, spec), options, weights=weights)
-    return divergence_unchecked(*checked_comparison(NAMES, call, raw_teacher, spec, temperature, reduction))
+    compared = Compared.checked(NAMES, call, raw_teacher)
+    per_row = _checks.is_per_row(reduction)
+    return divergence_unchecked(*compared.under(spec, _checks.checked_temperature(temperature), per_row))
 
 
 def linear_divergence(
@@ -304,66 +306,68 @@ def _targets(logits: Any, targets: Any, weights: Any, spec: DivergenceSpec) -> A
     return torch.full(x.shape[:-1], IGNORE, dtype=torch.int64, device=x.device) if targets is None else targets
 
 
-def checked_comparison(
-    names: _checks.Names, call: Call, raw_teacher: TeacherInput, spec: DivergenceSpec, temperature: Any, reduction: Any
-) -> tuple[Call, Teacher, Comparison]:
-    """Validate the teacher and the options of a comparison; return the arguments of :func:`divergence_unchecked`.
-
-    Args:
-        names: names of the student's arguments.
-        call: the validated call of the student.
-        raw_teacher: the teacher as the caller gave it.
-        spec: weighted sum of kinds.
-        temperature: an argument of the public function.
-        reduction: an argument of the public function.
-    """
-    call, teacher, transform = _checked_teacher(names, call, raw_teacher)
-    per_row, T = _checks.is_per_row(reduction), _checks.checked_temperature(temperature)
-    if teacher.columns is None:
-        spec = replaced(spec, full=False)
-    options = replaced(call.options, transform=_tempered(call.options.transform, T, "scale"))
-    comparison = Comparison(spec, _tempered(transform, T, raw_teacher.scale), T * T, per_row, call.weights is not None)
-    return replaced(call, options=options), teacher, comparison
-
-
 def _tempered(transform: Transform, T: float, name: str) -> Transform:
     """Append a division by the temperature T to the transform, whose scale is the argument ``name``."""
     return replaced(transform, scale=_checks.tempered_scale(transform.scale, T, name))
 
 
-def _checked_teacher(names: _checks.Names, call: Call, raw_teacher: TeacherInput) -> tuple[Call, Teacher, Transform]:
-    """Validate the teacher; return the call, the teacher and the transform of its logits.
+class Compared(NamedTuple):
+    """Validated call of the student and teacher.
 
-    If one of the two models has stored logits, the other one's are stored, too.
+    Attributes:
+        call: the student's call.
+        teacher: the teacher, a constant.
+        transform: transform of the teacher's logits.
+        scale: name of the argument that has the scale of this transform.
     """
-    student, logits, teacher_names = call.logits, raw_teacher.logits, TEACHER
-    name, teacher_name, x = name_of_rows(names, student), name_of_rows(TEACHER, logits), rows_of(logits)
-    shared = isinstance(student, LinearLogits) and student.shares_weight(logits)
-    if shared:
-        teacher_names = replaced(TEACHER, weight=names.weight, bias=names.bias)
-    if isinstance(logits, LinearLogits) and logits.skip_id is not None and raw_teacher.columns is not None:
-        raise ValueError(
-            f"skip_id of teacher_logits must be None with draft_to_target, got {logits.skip_id}; pass the student's "
-            'column, teacher_transform={"skip_id": ...}'
-        )
-    _checks.check_float(teacher_name, x)
-    _checks.check_same_device(name, call.x, **{teacher_name: x})
-    transform = raw_teacher.transform.checked(vocabulary_of(student))
-    logits, composed, teacher_V = checked_rows(teacher_names, logits, call.ids, transform)
-    transform = transform if composed is transform else composed.checked(teacher_V)
-    call, logits = _same_form(call, logits)
-    if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
-        if compute_dtype(logits) != compute_dtype(call.logits):
-            raise ValueError(f"{teacher_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
-    else:
-        _checks.check_dtype(teacher_name, rows_of(logits), (call.x.dtype,))
-    _check_rows(name, call, teacher_name, x, raw_teacher.rows)
-    inverse = _checked_columns(name, call, teacher_name, teacher_V, raw_teacher.columns)
-    logits = detached(logits)
-    weight, bias, u, U = logits.head if isinstance(logits, LinearLogits) else (None, None, None, None)
-    if shared:
-        weight = bias = None
-    return call, Teacher(rows_of(logits), weight, bias, u, U, raw_teacher.rows, raw_teacher.columns, inverse), transform
+
+    call: Call
+    teacher: Teacher
+    transform: Transform
+    scale: str
+
+    @classmethod
+    def checked(cls, names: _checks.Names, call: Call, raw_teacher: TeacherInput) -> Compared:
+        """Validate the teacher of a validated call; ``names``: those of the student's arguments.
+
+        If one of the two models has stored logits, the other one's are stored, too.
+        """
+        student, logits, teacher_names = call.logits, raw_teacher.logits, TEACHER
+        name, teacher_name, x = name_of_rows(names, student), name_of_rows(TEACHER, logits), rows_of(logits)
+        shared = isinstance(student, LinearLogits) and student.shares_weight(logits)
+        if shared:
+            teacher_names = replaced(TEACHER, weight=names.weight, bias=names.bias)
+        if isinstance(logits, LinearLogits) and logits.skip_id is not None and raw_teacher.columns is not None:
+            raise ValueError(
+                f"skip_id of teacher_logits must be None with draft_to_target, got {logits.skip_id}; pass the "
+                'student\'s column, teacher_transform={"skip_id": ...}'
+            )
+        _checks.check_float(teacher_name, x)
+        _checks.check_same_device(name, call.x, **{teacher_name: x})
+        transform = raw_teacher.transform.checked(vocabulary_of(student))
+        logits, composed, teacher_V = checked_rows(teacher_names, logits, call.ids, transform)
+        transform = transform if composed is transform else composed.checked(teacher_V)
+        call, logits = _same_form(call, logits)
+        if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
+            if compute_dtype(logits) != compute_dtype(call.logits):
+                raise ValueError(f"{teacher_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
+        else:
+            _checks.check_dtype(teacher_name, rows_of(logits), (call.x.dtype,))
+        _check_rows(name, call, teacher_name, x, raw_teacher.rows)
+        inverse = _checked_columns(name, call, teacher_name, teacher_V, raw_teacher.columns)
+        logits = detached(logits)
+        weight, bias, u, U = logits.head if isinstance(logits, LinearLogits) else (None, None, None, None)
+        if shared:
+            weight = bias = None
+        teacher = Teacher(rows_of(logits), weight, bias, u, U, raw_teacher.rows, raw_teacher.columns, inverse)
+        return cls(call, teacher, transform, raw_teacher.scale)
+
+    def under(self, spec: DivergenceSpec, T: float, per_row: bool) -> tuple[Call, Teacher, Comparison]:
+        """Return the arguments of :func:`divergence_unchecked` for validated options; T: the temperature."""
+        spec = replaced(spec, full=False) if self.teacher.columns is None else spec
+        options, weighted = self.call.options, self.call.weights is not None
+        call = replaced(self.call, options=replaced(options, transform=_tempered(options.transform, T, "scale")))
+        return call, self.teacher, Comparison(spec, _tempered(self.transform, T, self.scale), T * T, per_row, weighted)
 
 
 def _same_form(call: Call, teacher: Logits) -> tuple[Call, Logits]:

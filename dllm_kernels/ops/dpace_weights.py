@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
@@ -21,9 +22,8 @@ ROUNDING = 0.01  # tolerance for probabilities computed in bfloat16
 
 
 def dpace_weights(
-    confidence: torch.Tensor, mask: torch.Tensor, *, alpha: float = 0.5, variant: str = "dpace",
-    anchor_row: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    confidence: Tensor, mask: Tensor, *, alpha: float = 0.5, variant: str = "dpace", anchor_row: bool = False
+) -> Tensor:
     r"""Position weights of drafted blocks, computed from the confidence of the draft instead of a fixed decay.
 
     .. math::
@@ -70,12 +70,12 @@ def dpace_weights(
     return weights_of_blocks(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant], anchor_row)
 
 
-def anchor_rows(like: torch.Tensor) -> torch.Tensor:
+def anchor_rows(like: Tensor) -> Tensor:
     """Return True for the first row of blocks ``[..., k]``, bool ``[k]``."""
     return torch.arange(like.shape[-1], device=like.device) == 0
 
 
-def accepted_rows(mask: torch.Tensor, may_be_missing: torch.Tensor | None) -> torch.Tensor:
+def accepted_rows(mask: Tensor, may_be_missing: Tensor | None) -> Tensor:
     """Return True for the valid rows of blocks ``[..., k]`` before the first one whose mask is 0, which ends the block.
 
     Rows that ``may_be_missing`` do not end it.
@@ -85,7 +85,7 @@ def accepted_rows(mask: torch.Tensor, may_be_missing: torch.Tensor | None) -> to
     return (passed.to(torch.int32).cumprod(-1) != 0) & valid
 
 
-def accepted_prefix(rates: torch.Tensor, mask: torch.Tensor, may_be_missing: torch.Tensor | None) -> torch.Tensor:
+def accepted_prefix(rates: Tensor, mask: Tensor, may_be_missing: Tensor | None) -> Tensor:
     """Return the products of the rates up to each row of a block, 0 from its end on; other rates are not read."""
     factors = torch.where(accepted_rows(mask, may_be_missing), rates, 0.0)
     if may_be_missing is not None:
@@ -93,9 +93,7 @@ def accepted_prefix(rates: torch.Tensor, mask: torch.Tensor, may_be_missing: tor
     return factors.cumprod(-1)
 
 
-def weights_of_blocks(
-    q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str, anchor_row: bool
-) -> torch.Tensor:
+def weights_of_blocks(q: Tensor, mask: Tensor, alpha: float, variant: str, anchor_row: bool) -> Tensor:
     """Compute :func:`dpace_weights` from validated arguments, both in the dtype of the result."""
     prefix = accepted_prefix((1 - alpha) * q + alpha, mask, anchor_rows(mask) if anchor_row else None)
     if variant == "prefix":
@@ -106,7 +104,7 @@ def weights_of_blocks(
     return suffix * mask
 
 
-def check_probabilities(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+def check_probabilities(name: str, values: Tensor, mask: Tensor) -> None:
     """Raise if a used value is not a probability. Accepts NaN. Skipped on GPU, because it would cost a sync."""
     if not (readable_without_sync(values) and readable_without_sync(mask)):
         return

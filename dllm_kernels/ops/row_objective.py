@@ -33,7 +33,7 @@ from dllm_kernels.rows._stats import OUTPUTS, RequestedStats
 from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
-Fn = Callable[..., torch.Tensor]
+Fn = Callable[..., Tensor]
 
 
 class RowObjective(NamedTuple):
@@ -62,10 +62,9 @@ class RowObjective(NamedTuple):
 
 
 def row_objective(
-    logits: Logits, ids: torch.Tensor, fn: Fn, *aux: torch.Tensor, entropy: bool = False,
-    active: torch.Tensor | None = None, with_correct: bool = False, with_ids: bool = False,
-    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
-    check_targets: bool | None = None, backend: str = "auto",
+    logits: Logits, ids: Tensor, fn: Fn, *aux: Tensor, entropy: bool = False, active: Tensor | None = None,
+    with_correct: bool = False, with_ids: bool = False, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> RowObjective:  # fmt: skip
     r"""Sum over rows of a function of each row's statistics, such as log-probabilities and entropy.
 
@@ -168,7 +167,7 @@ def _checked_aux(call: Call, aux: tuple[Any, ...]) -> tuple[Any, ...]:
     return aux
 
 
-def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, call: Call) -> RowObjective:
+def _objective_of(fn: Fn, aux: tuple[Tensor, ...], stats: RowStats, call: Call) -> RowObjective:
     """Evaluate the objective of computed statistics, differentiable through them."""
     active, bound = call.active, getattr(call.logits, "num_active", None)
     rows = stats.lse.dim()

@@ -33,7 +33,7 @@ from dllm_kernels.rows._stats import RequestedStats
 from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
-Mix = tuple[torch.Tensor, torch.Tensor]
+Mix = tuple[Tensor, Tensor]
 NAMES = _checks.Names(targets="ids")
 # Statistics that no backward pass reads, and outputs that it reads as copies, because the caller may write into them.
 NOT_READ, COPIED = ("mix", "correct", "best"), ("log_probs", "rest", *StatsFlags._fields)
@@ -84,10 +84,9 @@ class RestStats(NamedTuple):
 
 
 def row_stats(
-    logits: Logits, ids: torch.Tensor, *, entropy: bool = False, mix: Mix | None = None,
-    active: torch.Tensor | None = None, with_correct: bool = False, with_ids: bool = False,
-    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
-    check_targets: bool | None = None, backend: str = "auto",
+    logits: Logits, ids: Tensor, *, entropy: bool = False, mix: Mix | None = None, active: Tensor | None = None,
+    with_correct: bool = False, with_ids: bool = False, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> RowStats:  # fmt: skip
     r"""Statistics of the softmax p of each active row of logits, differentiable in one backward pass.
 
@@ -164,9 +163,7 @@ def linear_row_stats(
     )  # fmt: skip
 
 
-def row_stats_of_best(
-    logits: Logits, ids: Tensor, *, entropy: bool = False, check_targets: bool | None = None
-) -> RowStats:  # fmt: skip
+def row_stats_of_best(logits: Logits, ids: Tensor, *, entropy: bool, check_targets: bool | None) -> RowStats:
     """Compute :func:`row_stats` with ``with_ids``; ``log_probs [..., K + 1]`` has that of the argmax last."""
     options = Options(check_targets=check_targets, with_lse=True, with_ids=True, with_best=True)
     call = checked(NAMES, logits, ids, options, several=True)
@@ -189,9 +186,7 @@ def _checked_mix(call: Call, mix: Mix | None) -> Any:
     return mix
 
 
-def row_stats_unchecked(
-    call: Call, mix: Mix | None = None, flags: StatsFlags = NO_FLAGS, split: Split | None = None
-) -> Any:
+def row_stats_unchecked(call: Call, mix: Mix | None, flags: StatsFlags = NO_FLAGS, split: Split | None = None) -> Any:
     """Compute :func:`row_stats` of a validated call; :class:`RestStats` if ``options.rest``."""
     if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank

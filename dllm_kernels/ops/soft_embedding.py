@@ -34,7 +34,6 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import Head, Logits, flat_rows
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import Transform, transformed
@@ -147,9 +146,7 @@ def _checked_bump(hidden: Tensor, bump: Any) -> Tensor | None:
     return torch.full(rows, float(bump), dtype=dtype, device=hidden.device)
 
 
-def soft_embedding_unchecked(
-    call: Call, bump: Tensor | None, *, embedding: Tensor, split: Split | None = None
-) -> Tensor:
+def soft_embedding_unchecked(call: Call, bump: Tensor | None, embedding: Tensor, split: Split | None = None) -> Tensor:
     """Compute :func:`soft_embedding` of validated constants; ``call.ids`` are the columns of the bumps."""
     hidden, head, rows = call.x, call.head, call.rows
     assert head is not None
@@ -201,24 +198,23 @@ def _expectation(
             request = StatsRequest(rows.take(ids, chunk), targets, transform=transform, through_transform=untransformed)
             bumped = None
             if bump is not None:
-                z = _taken_out(logits, request.ids, transform, primitives, setup.accum_dtype)
+                z = _taken_out(logits, request.ids, chunks)
                 bumped = z + rows.take(bump, chunk).unsqueeze(1)
             result = primitives.stats.forward(logits[None], request)
             c = _coefficients(request, result, bumped)
-            primitives.stats.backward(logits[None], request, c, result.row_max, result.log_sum, logits[None])
+            primitives.stats.backward(logits[None], request, c, result.norms, logits[None])
             rows.put(out, chunk, torch.mm(logits.to(setup.dtype), table))
         (out,) = rows.finished([out])
         return [out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(setup.dtype)]
 
 
-def _taken_out(
-    logits: Tensor, ids: Tensor, transform: Transform, primitives: RowPrimitives, acc: torch.dtype
-) -> Tensor:
+def _taken_out(logits: Tensor, ids: Tensor, chunks: Chunks) -> Tensor:
     """Return the transformed logits ``[C, 1]`` of the ids, and overwrite them by the lowest number.
 
     The number is chosen such that no scale makes it -inf.
     """
-    V = logits.shape[1]
+    V, primitives = logits.shape[1], chunks.primitives
+    transform, acc = chunks.setup.transform, chunks.setup.accum_dtype
     if primitives.local_ids is not None:
         ids = primitives.local_ids(ids)
     if V:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._graph._named import replaced
@@ -27,14 +28,14 @@ class TokenLogProbs(NamedTuple):
         entropy: entropy of the predicted distribution, or None unless requested.
     """
 
-    log_probs: torch.Tensor
-    entropy: torch.Tensor | None = None
+    log_probs: Tensor
+    entropy: Tensor | None = None
 
 
 def token_log_probs(
-    logits_or_hidden: Logits, ids: torch.Tensor, *, weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, extra: _checks.Extra | None = None, temperature: float = 1.0,
-    with_entropy: bool = False, active: torch.Tensor | None = None, softcap: float | None = None,
+    logits_or_hidden: Logits, ids: Tensor, *, weight: Tensor | None = None,
+    bias: Tensor | None = None, extra: _checks.Extra | None = None, temperature: float = 1.0,
+    with_entropy: bool = False, active: Tensor | None = None, softcap: float | None = None,
     skip_id: int | None = None, chunk_size: int | None = None, num_active: int | None = None,
     logits_dtype: torch.dtype | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> TokenLogProbs:  # fmt: skip

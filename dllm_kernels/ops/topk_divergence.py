@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
@@ -33,7 +34,6 @@ from dllm_kernels.rows._logits import LinearLogits, Logits, opened, rows_of
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._transform import Transform
 
-Tensor = torch.Tensor
 KINDS = ("kl", "rkl", "jsd")
 NAMES = _checks.Names(targets="top_ids")
 # Largest sum of K probabilities: the logarithms of a distribution, rounded to bfloat16, sum to less.
@@ -42,7 +42,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def topk_divergence(
-    logits: Logits, top_ids: torch.Tensor, top_log_probs: torch.Tensor, weights: torch.Tensor | None = None, *,
+    logits: Logits, top_ids: Tensor, top_log_probs: Tensor, weights: Tensor | None = None, *,
     kind: str = "kl", tail: bool = True, beta: float | None = None, temperature: float = 1.0, reduction: str = "sum",
     softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
     check_targets: bool | None = None, backend: str = "auto",
@@ -129,7 +129,7 @@ def topk_divergence(
     call, teacher = _checked(logits, top_ids, options, top_log_probs, weights)
     per_row = _checks.is_per_row(reduction)
     if call.head is None or per_row or torch.compiler.is_compiling() or not has_values(call.x):
-        return _result(fn, row_stats_unchecked(call), teacher, per_row)
+        return _result(fn, row_stats_unchecked(call, None), teacher, per_row)
     out = row_objective_unchecked(call, tuple(teacher), fn=partial(_weighted, fn))
     return replaced(_result(fn, out, teacher, False), loss=out.loss)
 

@@ -12,12 +12,14 @@ score, so the loss uses ``token_nll``: 2 and 4 products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses._common import Count, check_counts, divide, next_tokens, shift_left
@@ -204,7 +206,7 @@ class PolicyLoss(nn.Module):
             log_probs, entropy = _log_probs(rows, ids, scored, with_entropy)
             by_token = self.level == "token"
             scores = views.token_scores(log_probs) if by_token else views.sequence_scores(log_probs, mean=True)
-            value = self.objective(scores, c.old, c.advantages, c.ref)
+            value = self.objective.unchecked()(scores, c.old, c.advantages, c.ref)
             loss = torch.where(c.counted, value * c.factors, 0.0).sum()
         metrics = score_metrics(self.objective, scores, c.old, c.advantages, c.ref)
         ratio, clip_fraction, kl = (None if t is None else _mean(t, c.counted) for t in metrics)
@@ -214,7 +216,7 @@ class PolicyLoss(nn.Module):
     def forward_fused(
         self, hidden: Tensor, lm_head_weight: Tensor, ids: Tensor, views: PolicyViews, old: Tensor | None,
         advantages: Tensor, ref: Tensor | None = None, *, num_tokens: Count = None, with_entropy: bool = False,
-        lm_head_bias: Tensor | None = None, extra: _checks.Extra | None = None, chunk_size: int | None = None,
+        lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None, temperature: float = 1.0,
         softcap: float | None = None, skip_id: int | None = None, backend: str = "auto",
     ) -> PolicyLossOutput:  # fmt: skip
@@ -229,7 +231,7 @@ class PolicyLoss(nn.Module):
         self, rows: ModelOutput, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
-        objective = self.objective
+        objective = self.objective.unchecked()
         constants = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
 
         def value(stats: RowStats, weights: Tensor, *values: Tensor) -> Tensor:
@@ -242,9 +244,8 @@ class PolicyLoss(nn.Module):
         return out.loss, out.log_probs, out.entropy
 
     def _constants(
-        self, views: PolicyViews, scored: Tensor, constants: tuple[Tensor | None, ...], num_tokens: Count,
-        dtype: torch.dtype,
-    ) -> _Constants:  # fmt: skip
+        self, views: PolicyViews, scored: Tensor, values: Sequence[Tensor | None], num_tokens: Count, dtype: torch.dtype
+    ) -> _Constants:
         n = supervised_tokens(views)
         counted = scored.any(0) if self.level == "token" else n > 0
 
@@ -254,7 +255,7 @@ class PolicyLoss(nn.Module):
             t = t[:, None] if t.dim() < counted.dim() else t
             return torch.where(counted, t.detach().to(dtype), 0.0)
 
-        old, advantages, ref = map(clean, constants)
+        old, advantages, ref = map(clean, values)
         assert advantages is not None
         return _Constants(counted, self._factors(counted, n, num_tokens, dtype), advantages, old, ref)
 

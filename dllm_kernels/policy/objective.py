@@ -137,6 +137,13 @@ class PolicyObjective:
         for name, value in (("old", old), ("advantages", advantages), ("ref", ref)):
             if value is not None or name == "advantages":
                 _check_beside(name, value, s)
+        return self._values(s, old, advantages, ref)
+
+    def unchecked(self) -> Callable[..., Tensor]:
+        """Return the function of validated scores and constants; a subclass may have its own."""
+        return self._values if type(self).__call__ is PolicyObjective.__call__ else self
+
+    def _values(self, s: Tensor, old: Tensor | None, advantages: Tensor, ref: Tensor | None) -> Tensor:
         s = s.to(accum_dtype(s.dtype))
         old, advantages, ref = (None if t is None else t.to(s.dtype) for t in (old, advantages, ref))  # type: ignore[assignment]
         loss = self._policy_term(s, old, advantages)  # type: ignore[arg-type]
@@ -152,8 +159,10 @@ class PolicyObjective:
             raise ValueError(f"ref must be given for kl={self.kl!r}, got None")
 
     def _policy_term(self, s: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-        # Select by ``where`` before the exponential: where it overflows, a selection after it has the gradient
-        # 0 * inf = NaN. A NaN score stays NaN at any advantage.
+        """Select by ``where`` before the exponential: if it overflows, a selection after it has the gradient NaN.
+
+        A NaN score stays NaN at any advantage.
+        """
         zero = (advantages == 0) & ~s.isnan()
         if self.kind == "reinforce":
             return -advantages * torch.where(zero, 0.0, s)

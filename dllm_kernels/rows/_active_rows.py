@@ -28,9 +28,7 @@ class ActiveRows:
             then NaN, because it covers some of the active rows only.
     """
 
-    def __init__(
-        self, targets: Tensor, bound: int | None, counted: Tensor | None = None, every_row: bool = False
-    ) -> None:
+    def __init__(self, targets: Tensor, bound: int | None, counted: Tensor | None, every_row: bool) -> None:
         """List the rows whose target in ``targets [N]`` is not ``IGNORE``.
 
         ``bound``, the argument ``num_active``, must be at least the number of such rows in ``counted``, by default in

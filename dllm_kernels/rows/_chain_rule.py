@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from dllm_kernels.rows._interface import IGNORE, NLL, column_of
-from dllm_kernels.rows._stats_interface import Coefficients, StatsPrimitives, StatsRequest, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import (
+    Coefficients,
+    Combined,
+    StatsPrimitives,
+    StatsRequest,
+    StatsResult,
+    Upstream,
+)
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
 
-def coefficients(request: StatsRequest, result: StatsResult, upstream: Upstream) -> tuple[Coefficients, Tensor, Tensor]:
+def coefficients(request: StatsRequest, result: StatsResult, upstream: Upstream) -> Combined:
     """Combine the upstream gradients of each row.
 
     If an id has a NaN log-probability and a nonzero upstream gradient, the gradient of its whole row is NaN.
@@ -98,4 +105,4 @@ class NLLOfStats:
         out_of_range = None if self.total is None else column_of(targets, self.total)[1]
         p_coef = scale if out_of_range is None else scale.masked_fill(out_of_range, math.nan)
         c = Coefficients(-p_coef.unsqueeze(1), p_coef)
-        self.stats.backward(logits, self._request(targets, scale, transform=transform), c, row_max, log_sum, out)
+        self.stats.backward(logits, self._request(targets, scale, transform=transform), c, (row_max, log_sum), out)

@@ -132,7 +132,7 @@ class Chunks:
             h = self.rows.take(self.hidden, chunk).to(self.setup.dtype)
             logits = self.logits[: h.shape[0]]
             u = None if self.U is None else self._rows_of_u(chunk)
-            head_product(h, self.weight, self.bias, u, self.U, logits)
+            head_product(h, Head(self.weight, self.bias, u, self.U), logits)
             yield chunk, h, self.rows.take_targets(chunk), logits
 
     def _rows_of_u(self, chunk: slice) -> Tensor:
@@ -227,10 +227,9 @@ class Chunks:
         return Gradients(**out)
 
 
-def head_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, u: Tensor | None, U: Tensor | None, out: Tensor
-) -> None:
+def head_product(h: Tensor, head: Head, out: Tensor) -> None:
     """Write ``h weight^T + bias + u U^T`` to ``out``, omitting terms that are None."""
+    weight, bias, u, U = head
     if out.dtype != h.dtype:
         _wide_product(h, weight, out)
         if bias is not None:

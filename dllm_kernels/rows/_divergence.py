@@ -65,6 +65,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._graph import _changing
 from dllm_kernels.rows._divergence_kinds import KINDS, NO_OPTIONS, OptionValues, saved_stats
@@ -147,7 +148,7 @@ class DivergenceSpec(NamedTuple):
         """True if rows may have no gradient, because every term allows that."""
         return all(KINDS[kind].constant is not None for kind in self.kinds)
 
-    def constant(self, acceptance: torch.Tensor, no_best: torch.Tensor, no_target: torch.Tensor | None) -> torch.Tensor:
+    def constant(self, acceptance: Tensor, no_best: Tensor, no_target: Tensor | None) -> Tensor:
         """Return True for rows without a gradient, if there may be any; see :class:`Kind`."""
         rows = torch.ones_like(no_best)
         for kind, _, options in self.terms:
@@ -163,19 +164,19 @@ class Whole(NamedTuple):
         best: int64 ``[N]``, the student's column for the teacher's argmax; -100 if the student lacks this token.
     """
 
-    norms: torch.Tensor
-    best: torch.Tensor
+    norms: Tensor
+    best: Tensor
 
 
 class DivergenceRequest(NamedTuple):
     """Arguments of both row primitives beside the logits; the module docstring describes the fields."""
 
     spec: DivergenceSpec
-    teacher: torch.Tensor
-    weights: torch.Tensor
-    teacher_rows: torch.Tensor | None = None
-    targets: torch.Tensor | None = None
-    mean_acceptance: torch.Tensor | None = None
+    teacher: Tensor
+    weights: Tensor
+    teacher_rows: Tensor | None = None
+    targets: Tensor | None = None
+    mean_acceptance: Tensor | None = None
     whole: Whole | None = None
     transform: Transform = NO_TRANSFORM
     teacher_transform: Transform = NO_TRANSFORM
@@ -195,11 +196,11 @@ class SavedStats(NamedTuple):
         teacher_argmax: int64 ``[N]``, the teacher's argmax; ``best`` of :class:`Whole` with ``spec.full``.
     """
 
-    stats: torch.Tensor
-    teacher_argmax: torch.Tensor
+    stats: Tensor
+    teacher_argmax: Tensor
 
     @property
-    def acceptance(self) -> torch.Tensor:
+    def acceptance(self) -> Tensor:
         """The rate a ``[N]``."""
         return self.stats[:, ACCEPTANCE]
 
@@ -214,7 +215,7 @@ class DivergenceResult(NamedTuple):
         saved: input of ``divergence_grad``; None if the gradient has been written.
     """
 
-    value: torch.Tensor
-    acceptance_rate: torch.Tensor
-    agree: torch.Tensor
+    value: Tensor
+    acceptance_rate: Tensor
+    agree: Tensor
     saved: SavedStats | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._graph._plain import autocasts
 
-Part = TypeVar("Part", torch.Tensor, torch.Tensor | None)
+Part = TypeVar("Part", Tensor, Tensor | None)
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -16,12 +17,12 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def in_dtype_of(hidden: torch.Tensor, t: Part) -> Part:
+def in_dtype_of(hidden: Tensor, t: Part) -> Part:
     """Cast a gathered part of the head, or None, from its storage dtype to the compute dtype, unless autocast does."""
     return t if t is None or autocasts(hidden) else t.to(hidden.dtype)
 
 
-def dtype_of_products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+def dtype_of_products(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype that ``F.linear`` would compute in, autocast included."""
     if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(hidden.device.type)

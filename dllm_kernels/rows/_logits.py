@@ -122,6 +122,10 @@ class LinearLogits(NamedTuple):
         """Return the record with this number of rows per chunk, if it has none."""
         return replaced(self, chunk_size=size) if self.chunk_size is None else self
 
+    def like(self, other: Any) -> bool:
+        """Return True if the other logits are a record that differs in its hidden states only."""
+        return self.shares_weight(other) and self.extra is other.extra and self[4:] == other[4:]
+
     def same_head(self, other: LinearLogits) -> bool:
         """Return True if one call may take the rows of both records."""
         if self.settings != other.settings:

@@ -66,13 +66,10 @@ class RowPrimitives(ABC):
         """
 
     @abstractmethod
-    def weighted_nll(
-        self, logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool, with_ids: bool = False,
-        transform: Transform = ..., with_lse: bool = True,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    def weighted_nll(self, logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Any, ...]:
         """Return (weights * nll, then the results of ``nll``), with one weight per row, in acc.
 
-        Rows of weight 0 are inactive too.
+        Rows of weight 0 are inactive too. ``options``: those of ``nll``.
         """
 
     @abstractmethod
@@ -110,9 +107,7 @@ class RowPrimitives(ABC):
         """Write the gradient of ``divergence`` to ``out``; see ``rows/_divergence.py``."""
 
     @abstractmethod
-    def row_norms(
-        self, logits: Tensor, transform: Transform, skip: Tensor | None, start: int, /
-    ) -> tuple[Tensor, Tensor]:
+    def row_norms(self, logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
         """Return norms and argmax of rows ``[C, V']``; see ``rows/_divergence.py``."""
 
     @abstractmethod

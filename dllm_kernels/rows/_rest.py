@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from dllm_kernels.rows._chunks import aligned_rows
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -27,8 +28,6 @@ from dllm_kernels.rows._interface import IGNORE, column_of
 from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import transformed, with_slope
-
-Tensor = torch.Tensor
 
 # Logits that are copied at a time, 64 MiB in float32.
 BLOCK_ELEMENTS = 1 << 24
@@ -92,7 +91,7 @@ def rest_backward(
     # Not whole: a backend may normalize whole rows by itself.
     no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
     coefficients = Coefficients(torch.zeros_like(c.grad_ids[:, :1]), others)
-    primitives.stats.backward(logits, no_ids, coefficients, row_max, log_sum, out)
+    primitives.stats.backward(logits, no_ids, coefficients, (row_max, log_sum), out)
     if grad_ids is None:
         return
     grad_ids = torch.where(held, grad_ids, grad_ids.gather(1, first_held)).to(out.dtype)

@@ -112,17 +112,17 @@ class Setup(NamedTuple):
             ValueError: the ``logits_dtype`` of a record does not fit the head, or the backend cannot run.
             NotImplementedError: an input has a forward-mode tangent.
         """
-        sizes: tuple[int | None, int | None] = None, None
+        chunk_rows, active_bound = None, None
         if not isinstance(logits, LinearLogits):
             check_no_tangent(logits)
             x, head = logits, None
         else:
             x, head = logits.hidden, logits.head
             check_no_tangent(x, *head)
-            sizes = logits.chunk_size, logits.num_active
+            *_, chunk_rows, active_bound = logits[:7]
         return cls(
-            options.transform, use_triton(options.backend, x), *dtypes_of(logits), NeedsGrad.of(x, head), *sizes,
-            options.with_lse, options.with_correct, options.with_ids, split,
+            options.transform, use_triton(options.backend, x), *dtypes_of(logits), NeedsGrad.of(x, head), chunk_rows,
+            active_bound, options.with_lse, options.with_correct, options.with_ids, split,
         )  # fmt: skip
 
     @property

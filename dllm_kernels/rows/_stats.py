@@ -15,7 +15,7 @@ from dllm_kernels.rows._call import Call, as_marks, flat_ids, flat_values, row_m
 from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._rest import rest_backward, with_rest
 from dllm_kernels.rows._setup import Setup
-from dllm_kernels.rows._stats_interface import Coefficients, StatsFlags, StatsRequest, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import Coefficients, Combined, StatsFlags, StatsRequest, StatsResult, Upstream
 
 # Names of the outputs without a gradient, and of all outputs in the order in which the autograd Functions return them.
 CONSTANT = (*(name for name in StatsFlags._fields if name not in Upstream._fields), "correct", "ids")
@@ -94,9 +94,7 @@ def statistics(primitives: RowPrimitives, logits: Tensor, request: StatsRequest,
     return with_rest(primitives, logits, request, result) if rest else result
 
 
-def coefficients(
-    primitives: RowPrimitives, request: StatsRequest, result: StatsResult, upstream: Upstream
-) -> tuple[Coefficients, Tensor, Tensor]:
+def coefficients(primitives: RowPrimitives, request: StatsRequest, result: StatsResult, upstream: Upstream) -> Combined:
     """Combine the upstream gradients as ``_chain_rule.coefficients`` does; the backend does so for all but log r."""
     combine = primitives.stats.coefficients if upstream.rest is None else _chain_rule.coefficients
     return combine(request, result, upstream)
@@ -118,7 +116,7 @@ def write_gradient(
 ) -> None:
     """Write the gradient with respect to the logits to ``out``; both ``[B, L, V]``, and maybe the same tensor."""
     if c.rest_coef is None:
-        primitives.stats.backward(logits, request, c, result.row_max, result.log_sum, out)
+        primitives.stats.backward(logits, request, c, result.norms, out)
     else:
         rest_backward(primitives, logits, request, c, result, out)
 

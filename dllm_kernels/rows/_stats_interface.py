@@ -82,6 +82,9 @@ class StatsRequest(NamedTuple):
     weights: Tensor | None = None
 
 
+Norms = tuple[Any, Any]  # (M, log S) of N rows
+
+
 class StatsResult(NamedTuple):
     """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the accumulation dtype, ``correct`` bool.
 
@@ -101,6 +104,11 @@ class StatsResult(NamedTuple):
     rest: Tensor | None = None
     rest_max: Any = None
     rest_sum: Any = None
+
+    @property
+    def norms(self) -> Norms:
+        """(M, log S)."""
+        return self.row_max, self.log_sum
 
 
 class Upstream(NamedTuple):
@@ -126,29 +134,22 @@ class Coefficients(NamedTuple):
     rest_coef: Tensor | None = None
 
 
+Combined = tuple[Coefficients, Tensor, Tensor]  # with their size, and the targets of the rows with a gradient
+
+
 class StatsPrimitives(Protocol):
     """Primitives of the row statistics of one backend, or those for a split vocabulary on top of them."""
 
     def forward(self, logits: Tensor, request: StatsRequest) -> StatsResult:
         """Return the statistics of N rows; 0 / False in inactive rows."""
 
-    def mix(
-        self, logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the shares of F and W of these columns, for rows whose (M, log S) is known."""
+    def mix(self, logits: Tensor, request: StatsRequest, norms: Norms) -> tuple[Tensor, Tensor | None]:
+        """Return the shares of F and W of these columns, for rows whose norms are known."""
 
-    def coefficients(
-        self, request: StatsRequest, result: StatsResult, upstream: Upstream
-    ) -> tuple[Coefficients, Tensor, Tensor]:
-        """Combine the upstream gradients of each row.
+    def coefficients(self, request: StatsRequest, result: StatsResult, upstream: Upstream) -> Combined:
+        """Combine the upstream gradients of each row; ``_chain_rule.coefficients`` does it in plain torch."""
 
-        Returns the coefficients, their size, and the targets of the rows with a gradient. ``_chain_rule.coefficients``
-        is the implementation in plain torch.
-        """
-
-    def backward(
-        self, logits: Tensor, request: StatsRequest, c: Coefficients, row_max: Any, log_sum: Any, out: Tensor
-    ) -> None:
+    def backward(self, logits: Tensor, request: StatsRequest, c: Coefficients, norms: Norms, out: Tensor) -> None:
         """Write the gradient to ``out``, which may be the logits themselves; zeros in inactive rows.
 
         If ``request.through_transform`` is False, the gradient is with respect to the transformed logits: p for lse.

@@ -77,7 +77,7 @@ class Teacher(NamedTuple):
 
         def product(chunk: slice, head: Head, out: Tensor) -> Tensor:
             h, u = (take(t, chunk) for t in (self.x, self.u))
-            head_product(h, head.weight, head.bias, u, head.U, out := out[: len(h)])
+            head_product(h, head._replace(u=u), out := out[: len(h)])
             return out
 
         def buffer(columns: int) -> Tensor:

@@ -6,7 +6,7 @@ The Triton implementation is in ``backends/triton/_transform.py``.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,13 +57,10 @@ class Transform(NamedTuple):
         )
 
     def check_targets(
-        self, check: bool | None, name: str, targets: Tensor, V: int, ignore_index: int = -100, *,
-        counted: Tensor | None = None, shift: int = 0,
-    ) -> None:  # fmt: skip
-        """Call :func:`check_target_range` for targets in V columns of these logits."""
-        _checks.check_target_range(
-            check, name, targets, V, ignore_index, counted=counted, shift=shift, excluded=self.skip_id
-        )
+        self, check: bool | None, name: str, targets: Tensor, V: int, ignore_index: int = -100, **rows: Any
+    ) -> None:
+        """Call :func:`check_target_range` for targets in V columns; ``rows``: its ``counted`` and ``shift``."""
+        _checks.check_target_range(check, name, targets, V, ignore_index, excluded=self.skip_id, **rows)
 
     def then(self, other: Transform) -> Transform:
         """Return this transform followed by another one.

@@ -11,7 +11,6 @@ import torch
 
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
-    DFlashDecayLoss,
     DraftDistillationLoss,
     HybridDiffusionLLMLoss,
     IDLMLoss,
@@ -19,8 +18,9 @@ from dllm_kernels import (
     SCDDLoss,
     _checks,
 )
-from dllm_kernels.mtp import FusedLinearCrossEntropy, calculate_mtp_loss
-from dllm_kernels.ops import WeightedNLL
+from dllm_kernels.mtp import FusedLinearCrossEntropy, MaskedCrossEntropy, calculate_mtp_loss
+from dllm_kernels.ops import LinearLogits, WeightedNLL
+from dllm_kernels.policy import PolicyLoss, PolicyObjective
 from dllm_kernels.rows import _chunks, _setup
 from tests.conftest import DEVICE, usually
 from tests.losses.test_losses import D, V, draw, leaves_of
@@ -29,7 +29,9 @@ from tests.mtp.test_mtp import D as DEPTHS
 from tests.mtp.test_mtp import H, Model, hiddens, labels_with_padding
 from tests.mtp.test_mtp import S as LENGTH
 from tests.ops.test_errors import FLOATS, META, ON, Call, X, Y, all_on, probable, raises
-from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, to_device, value_of
+from tests.policy.test_loss import V as POLICY_V
+from tests.policy.test_loss import batch as policy_batch
+from tests.support.cases import BY_NAME, CASES, FIRSTS, LOSSES, MASK_ID, ROWS, to_device, value_of
 from tests.support.parity import value_and_grads
 from tests.support.recorded import ReadBack, record_ops
 
@@ -43,12 +45,6 @@ def test_idlm_makes_one_call(auto_balance, monkeypatch):
     assert seen[0].call.x is x
 
 
-BOUNDED = (
-    MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, SCDDLoss, IDLMLoss, DFlashDecayLoss,
-    DraftDistillationLoss, BY_NAME["encoder AR"].loss,
-)  # fmt: skip
-
-
 def in_chunks_of_five(case, arguments, options):
     """Return the output of the fused form of the loss, in chunks of five rows on the code path of a GPU."""
     settings = {**case.settings, "backend": "triton"}
@@ -59,7 +55,7 @@ def in_chunks_of_five(case, arguments, options):
     return case.loss(**settings).forward_fused(**arguments, **options, chunk_size=5)
 
 
-WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transform]
+WITH_BOUND = [case for case in (*LOSSES, *ROWS) if not case.transform]
 # The cases of a loss that have other passes over the rows than its first one.
 OTHER_PASSES = (
     "hybrid, one tensor", "dflash, dpace", "idlm, balanced", "scdd, no uniform noise, shift", "mdlm, counted, rows"
@@ -232,6 +228,7 @@ def test_the_size_of_a_chunk_in_the_cross_entropy_of_a_distillation(monkeypatch)
         assert bool(sizes) is (chunk_size is None)
 
 
+TWO_COMPARISONS = BY_NAME["distillation, dpace of the teacher, rows"]
 CHECKS = os.path.dirname(_checks.__file__)
 
 
@@ -242,7 +239,7 @@ def repeated_checks(call):
     def look(frame, event, _):
         name, caller = frame.f_code.co_name, frame.f_back
         inside = [f.f_code.co_filename.startswith(CHECKS) for f in (frame, caller)]
-        values = [id(v) if isinstance(v, torch.Tensor) else v for v in frame.f_locals.values()]
+        values = ["tensor" if isinstance(v, torch.Tensor) else v for v in frame.f_locals.values()]
         if event != "call" or inside != [True, False] or not name.startswith("check") or None in values[:2]:
             return
         place, names = f"{caller.f_code.co_filename}:{caller.f_code.co_name}", set()
@@ -261,17 +258,28 @@ def repeated_checks(call):
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize(
-    "case",
-    usually(
-        # these two call ops on two models
-        [c for c in FIRSTS if c.loss not in (HybridDiffusionLLMLoss, DraftDistillationLoss)],
-        [c for c in CASES if c.loss not in (HybridDiffusionLLMLoss, DraftDistillationLoss)],
-        lambda case: case.name,
-    ),
-)
+@pytest.mark.parametrize("case", usually([*FIRSTS, TWO_COMPARISONS], CASES, lambda case: case.name))
 def test_a_loss_and_its_ops_check_a_value_once(case, form):
     rows, *head = leaves_of(case, form)
     arguments = case.arguments(form, rows, draw(case), tuple(head))
     options = {"chunk_size": 5} if form == "hidden" else {}
     assert not repeated_checks(lambda: case.output(form, arguments, **options))
+
+
+@pytest.mark.parametrize("loss", ["depths", "policy, by row", "policy"])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_depths_and_chunks_check_a_value_once(loss, form):
+    model, labels, hidden = Model(), labels_with_padding(), hiddens()
+    records = [LinearLogits(h, model.lm_head.weight, chunk_size=5) for h in hidden]
+    logits = records if form == "hidden" else [model.lm_head(h) for h in hidden]
+    if loss == "depths":
+        base, options = MaskedCrossEntropy(softcap=3.0, ignore_index=-1), {"labels": labels, "model": model}
+        options |= {"num_label_tokens": 7, "loss_weights": torch.rand(labels.shape)}
+        call = functools.partial(calculate_mtp_loss, base, mtp_per_depth_logits=logits, **options)
+    else:
+        ids, _, views, *constants = policy_batch("full" if loss == "policy" else "count", "token")
+        weight, rows = torch.randn(POLICY_V, 3), torch.randn(*views.scored.shape, 3, requires_grad=True)
+        logits = LinearLogits(rows, weight, chunk_size=4) if form == "hidden" else rows @ weight.t()
+        policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1))
+        call = functools.partial(policy_loss, logits, ids, views, *constants, softcap=3.0)
+    assert not repeated_checks(call)

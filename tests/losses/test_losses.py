@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import inspect
 import itertools
 import math
 import pickle
@@ -16,10 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from dllm_kernels import (
-    BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
     DLLMLossOutput,
-    DraftDistillationLoss,
     HybridDiffusionLLMLoss,
     IDLMLoss,
     MDLMCrossEntropyLoss,
@@ -155,16 +155,17 @@ def diffusion(B=2, L=6, seed=0):
     return to_device(BY_NAME["mdlm"].draw(B, L, V), DEVICE)
 
 
-@pytest.mark.parametrize("loss", [MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss])
-def test_shift_is_a_bool_also_when_assigned(loss):
+@cases([case for case in FIRSTS if "shift" in inspect.signature(case.functions[0]).parameters])
+def test_shift_is_a_bool_also_when_assigned(case):
+    loss = functools.partial(case.loss, **case.settings)
     with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
         loss(shift="no")
-    i, x, assigned = diffusion(), torch.randn(2, 6, V, device=DEVICE), loss()
+    arguments, assigned = case.arguments("logits", leaves_of(case, "logits")[0], draw(case)), loss()
     assigned.shift = True
-    assert torch.equal(assigned(x, **i).total_loss, loss(shift=True)(x, **i).total_loss)
+    assert torch.equal(assigned(**arguments).total_loss, loss(shift=True)(**arguments).total_loss)
     assigned.shift = "no"
     with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
-        assigned(x, **i)
+        assigned(**arguments)
 
 
 @forms
@@ -258,7 +259,7 @@ def sum_denominator(case, out):
 
 
 @forms
-@cases([case for case in CLASSES if case.loss not in (SCDDLoss, DraftDistillationLoss)])
+@cases([case for case in CLASSES if case.normalized])
 def test_loss_denominator_and_weight_sum_are_consistent(case, form):
     """If all tokens are equally likely, every NLL is log V, so the sum of weights * NLL is weight_sum * log V."""
     inputs = counted_as_one(case)

@@ -20,7 +20,7 @@ from tests.support.recorded import multiplications
 
 B, L, V, D, R = 2, 6, 37, 5, 3
 # All cases with a form from hidden states, except the one whose second branch is a separate tensor.
-CASES = [case for case in FEWER if case.name not in ("hybrid", "hybrid, softcap skip_id")]
+CASES = [case for case in FEWER if not case.separate]
 OPS = ("token_nll", "weighted_nll", "row_stats", "row_objective")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

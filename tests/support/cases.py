@@ -77,6 +77,7 @@ class Case:
             predict the next token, or if weights depend on the position.
         counted_locally: whether the denominator is counted in each call, so that the gradients of ranks and
             micro-batches are averaged.
+        normalized: whether the loss is a sum of NLLs with weights of the sum ``weight_sum``, over its denominator.
         kernels: the launches that are expected on a GPU, a key of ``KERNELS`` in ``tests/support/mock_gpu_checks.py``.
         learns: names of the parameters of the loss.
         constants: settings that must not require a gradient.
@@ -105,6 +106,7 @@ class Case:
     rounds: bool = False
     shifted: bool = False
     counted_locally: bool = False
+    normalized: bool = True
     kernels: str = "nll"
     learns: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -459,7 +461,7 @@ _DISTILLATION = Case(
     {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
     roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, derived_from=("teacher",), linear_in="block_mask",
     constants=("loss_gamma",), chunks_at_construction=True, transformed_by={"softcap": 5.0, "scale": 0.8},
-    kernels="divergence",
+    normalized=False, kernels="divergence",
 )  # fmt: skip
 _IDLM = Case(
     "idlm", ours.IDLMLoss, _idlm, reference.idlm_loss,
@@ -476,7 +478,7 @@ _IDLM = Case(
 _SCDD = Case(  # few steps: with more of them, the loss is a difference of closer numbers
     "scdd", ours.SCDDLoss, _scdd, reference.scdd_loss, {"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.4},
     COMMON | {"noise_mask": "unused", "p_mask": "time", "noisy_input_ids": "ids"}, counted_locally=True,
-    kernels="row_stats", variant=True, home=DLLM_LOSS,
+    normalized=False, kernels="row_stats", variant=True, home=DLLM_LOSS,
     documented={
         "": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=None",
         ".forward": f"self, {MASKS}causal_logits=None, noisy_input_ids=None",

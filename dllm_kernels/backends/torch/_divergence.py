@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.backends.torch._workers import run_jobs
@@ -24,7 +25,6 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, column_of
 from dllm_kernels.rows._transform import Transform, through_
 
-Tensor = torch.Tensor
 # Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
 TILE = 256
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -364,9 +364,7 @@ def _whole_rows(
     )
 
 
-def _gradient(
-    program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: tuple[Tensor, ...]
-) -> Tensor:
+def _gradient(program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: Sequence[Tensor]) -> Tensor:
     """Compute the gradient of a block from the statistics of its rows."""
     weight, y, stats, teacher_argmax, whole = row
     _softmaxes(block)

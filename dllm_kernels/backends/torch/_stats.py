@@ -16,7 +16,7 @@ from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.backends.torch._workers import run_jobs
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, column_of
-from dllm_kernels.rows._stats_interface import FARTHEST, NO_FLAGS, Coefficients, StatsRequest, StatsResult
+from dllm_kernels.rows._stats_interface import FARTHEST, NO_FLAGS, Coefficients, Norms, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import Transform, through_
 
 
@@ -162,13 +162,13 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     return result if best is None else result._replace(best=rows.put(best, IGNORE))
 
 
-def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor | None]:
+def mix(logits: Tensor, request: StatsRequest, norms: Norms) -> tuple[Tensor, Tensor | None]:
     """See ``rows/_stats_interface.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
     rows = _blocks.RowIndex.of(request.targets, IGNORE, request.weights)
     sums = Sums.empty(rows.n, logits, request._replace(flags=NO_FLAGS, correct=False, best=False))
     if rows.n:
-        source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
+        source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in norms]
         threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)
         buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.in_place, more=1)
         parts = (_blocks.split_all(t, size) for t in (sums, _Mix.of(request, rows), tuple(normalizer)))
@@ -207,10 +207,9 @@ class _Grad(NamedTuple):
     zero_a: Any = None
 
     @classmethod
-    def of(
-        cls, c: Coefficients, request: StatsRequest, row_max: Any, log_sum: Any, rows: _blocks.RowIndex, V: int
-    ) -> _Grad:
+    def of(cls, c: Coefficients, request: StatsRequest, norms: Norms, rows: _blocks.RowIndex, V: int) -> _Grad:
         """Take the terms of these rows."""
+        row_max, log_sum = norms
         column, out_of_range = column_of(rows.take(request.ids), V)
         grad_ids, p_coef = rows.take(c.grad_ids), rows.take(c.p_coef).unsqueeze(1)
         if out_of_range is not None:
@@ -249,16 +248,14 @@ class _Grad(NamedTuple):
         return grad.scatter_add_(1, self.column, self.grad_ids)
 
 
-def backward(
-    logits: Tensor, request: StatsRequest, c: Coefficients, row_max: Tensor, log_sum: Tensor, out: Tensor
-) -> None:
+def backward(logits: Tensor, request: StatsRequest, c: Coefficients, norms: Norms, out: Tensor) -> None:
     """See ``rows/_stats_interface.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
     rows = _blocks.RowIndex.of(request.targets, IGNORE, request.weights)
     if not rows.n:
         out.zero_()
         return
-    grad = _Grad.of(c, request, row_max, log_sum, rows, V)
+    grad = _Grad.of(c, request, norms, rows, V)
     source, caps = _blocks.RowGather(logits, rows), request.transform.softcap is not None and request.through_transform
     more = 2 if grad.mix_coef is not None else int(grad.p_logp_coef is not None)
     threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)

@@ -668,7 +668,7 @@ def divergence_grad(logits: Tensor, request: DivergenceRequest, saved: SavedStat
     _launch_rows(logits, request, saved, out, (None, None, None))
 
 
-def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+def row_norms(logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel over the rows; see ``rows/_divergence.py``."""
     (C, V), device, acc = logits.shape, logits.device, accum_dtype(logits.dtype)
     norms, column = torch.empty(C, 2, dtype=acc, device=device), torch.empty(C, dtype=torch.int64, device=device)
@@ -676,7 +676,7 @@ def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, star
         tile = _tiles.divergence_rows(V, logits.element_size(), kinds=1, with_steps=transform[::2] != (None, None))
         logit_scale, inv_softcap, _ = _transform.arguments(transform)
         _row_norms[(C,)](
-            logits, skip_id, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
+            logits, skip, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
             ALIGNED=_launch.aligned(logits[None]),
             ACC=_launch.acc(acc), **_launch.tile_options(tile), **_launch.alone_on_a_multiprocessor(tile.num_warps),
         )  # fmt: skip

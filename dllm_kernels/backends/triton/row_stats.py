@@ -32,7 +32,7 @@ from dllm_kernels.backends.triton._launch import FUSED, SIZES, TRANSFORM
 from dllm_kernels.backends.triton._math import FARTHEST, IGNORE, LOG2E
 from dllm_kernels.backends.triton._transform import arguments, logits_transform_bwd, transformed, with_column
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._stats_interface import Coefficients, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import Coefficients, Combined, Norms, StatsResult, Upstream
 
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 COEFFICIENTS = 1024  # ids per program
@@ -434,7 +434,7 @@ def forward(logits: Tensor, request: Any) -> StatsResult:
             entropy_ptr=result.entropy, correct_ptr=result.correct, best_ptr=result.best, num_warps=1, **FUSED,
             BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=triton.next_power_of_2(K),
         )  # fmt: skip
-    F, W = (None, None) if request.a is None else mix(logits, request, result.row_max, result.log_sum)
+    F, W = (None, None) if request.a is None else mix(logits, request, result.norms)
     return result._replace(mix=F, mix_weight=W)
 
 
@@ -443,7 +443,7 @@ def _named(strides: tuple[int | None, ...], transform: Any) -> dict[str, Any]:
     return dict(zip((*STRIDES[: len(strides)], *TRANSFORM), (*strides, *arguments(transform)), strict=True))
 
 
-def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def mix(logits: Tensor, request: Any, norms: Norms) -> tuple[Tensor, Tensor | None]:
     """Launch the pass for F and W."""
     B, L, V = logits.shape
     N = B * L
@@ -455,7 +455,7 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
     W = torch.empty_like(F) if request.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
-            logits_ptr=logits, active_ptr=request.targets, max_ptr=row_max, log_sum_ptr=log_sum, a_ptr=request.a,
+            logits_ptr=logits, active_ptr=request.targets, max_ptr=norms[0], log_sum_ptr=norms[1], a_ptr=request.a,
             b_ptr=request.b, part_mix_ptr=F, part_weight_ptr=W, V=V, TILES=tiles, SPLITS=splits,
             **_named(_launch.strides(logits), request.transform), WITH_WEIGHT=request.gradients,
             ALIGNED=_launch.aligned(logits), ACC=_launch.acc(request.a.dtype), **_launch.tile_options(tile),
@@ -463,7 +463,7 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
     return F.sum(1), None if W is None else W.sum(1)
 
 
-def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
+def coefficients(request: Any, result: Any, upstream: Any) -> Combined:
     """Launch the combination of the upstream gradients."""
     N, K = result.log_probs.shape
     new = result.log_probs.new_empty
@@ -482,7 +482,7 @@ def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients
     return c, size, targets
 
 
-def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Tensor, out: Tensor) -> None:
+def backward(logits: Tensor, request: Any, c: Any, norms: Norms, out: Tensor) -> None:
     """Launch the backward pass."""
     V = logits.shape[2]
     N, K = request.ids.shape
@@ -497,7 +497,7 @@ def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Ten
     _row_stats_bwd[(N * splits,)](
         logits_ptr=logits, ids_ptr=request.ids, active_ptr=request.targets, a_ptr=request.a, b_ptr=request.b,
         grad_ids_ptr=c.grad_ids, p_coef_ptr=c.p_coef, p_logp_coef_ptr=c.p_logp_coef, mix_coef_ptr=c.mix_coef,
-        max_ptr=row_max, log_sum_ptr=log_sum, out_ptr=out, V=V, K=K, TILES=tiles, SPLITS=splits,
+        max_ptr=norms[0], log_sum_ptr=norms[1], out_ptr=out, V=V, K=K, TILES=tiles, SPLITS=splits,
         **_named(strides, request.transform),
         SAME_STRIDES=same, WITH_LOG=c.p_logp_coef is not None, WITH_MIX=c.mix_coef is not None,
         THROUGH_TRANSFORM=request.through_transform, BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K),
