@@ -15,7 +15,7 @@ import torch
 import reference
 from dllm_kernels import corruption
 from tests.support.parity import same
-from tests.support.routines import FEW, FIRSTS, MASK, MORE, OTHERS, ROUTINES, batch, seed_of_a_call
+from tests.support.routines import FEW, FIRSTS, MASK, MORE, OTHERS, ROUTINES, batch, row_by_hand, seed_of_a_call
 
 pytestmark = pytest.mark.indices
 
@@ -24,9 +24,8 @@ more_routines = pytest.mark.parametrize("routine", MORE.values(), ids=MORE)
 
 
 ROOT = Path(__file__).parents[2]
-WRITTEN = {  # file -> how it names a function
-    "docs/corruption.md": "`{}`", "CHANGELOG.md": "`{}`", "tests/reference/test_corruption.py": "{}(",
-}  # fmt: skip
+WRITTEN = "docs/corruption.md", "CHANGELOG.md"
+BY_HAND = [(name, case, example) for name, case in ROUTINES.items() for example in case.examples]
 
 
 def test_every_function_has_a_case_an_oracle_and_a_place_in_the_documentation():
@@ -36,8 +35,29 @@ def test_every_function_has_a_case_an_oracle_and_a_place_in_the_documentation():
     assert [name for name in FIRSTS if not hasattr(reference.corruption, name)] == []
     levels = {(case.routine, "level" in case.inputs(IDS)) for case in ROUTINES.values() if "level" in case.parameters}
     assert levels == {(name, given) for name, _ in levels for given in (False, True)}, "a level drawn and one given"
+    assert FIRSTS.keys() - {case.routine for _, case, _ in BY_HAND} == set(), "a result that was worked out by hand"
     texts = {file: (ROOT / file).read_text() for file in WRITTEN}
-    assert [(name, file) for name in FIRSTS for file in texts if WRITTEN[file].format(name) not in texts[file]] == []
+    assert [(name, file) for name in FIRSTS for file, text in texts.items() if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(("case", "example"), [parts[1:] for parts in BY_HAND], ids=[name for name, *_ in BY_HAND])
+def test_equals_the_result_worked_out_by_hand(case, example, backend, device):
+    """The oracle and the routine; both leave their arguments as they are."""
+    case = case.of_example(example)
+    for dtype, mask_dtype in ((torch.int64, torch.bool), (torch.int32, torch.int64), (torch.int64, torch.float32)):
+        ids, mask, seeds = given = row_by_hand(dtype, mask_dtype)
+        before = [t.clone() for t in given]
+        here = [t.to(device) for t in given]
+        for out in case.oracle(ids, mask, seeds), case(*here[:2], seeds=here[2], backend=backend):
+            assert [(t.dtype, t.shape) for t in out] == [(d, ids.shape) for d in (dtype, torch.bool, torch.float32)]
+            assert out[0][0].tolist() == [
+                example.changed.get(i, token) for i, token in enumerate(before[0][0].tolist())
+            ]
+            assert out[1][0].nonzero().flatten().tolist() == sorted(example.changed)
+            assert out[2][0].tolist() == pytest.approx(np.broadcast_to(example.p, 8), abs=1e-6)
+            assert mask.data_ptr() != out[1].data_ptr()
+        assert same(given, before)
+    assert not case.oracle(ids, mask * 0, seeds)[1].any()
 
 
 @pytest.mark.covering(2)
@@ -158,23 +178,25 @@ def test_a_level_is_used_as_it_is(routine, backend, device):
         assert same(routine(ids, loss_mask, level=t, **of_call)[1:], (noise, expected))
 
 
-# Levels and lengths: both clamps, rounding half to even (2.5, 3.5, 0.5, 1.5), and float32 products that round to a
-# half.
+# Level, length, and their product rounded half to even (2.5, 3.5, 0.5, 1.5), also of float32 products that round to a
+# half. A sequence masks at least one position.
 COUNTS = [
-    (0.5, 5), (0.5, 7), (0.5, 1), (0.5, 3), (0.25, 2), (0.75, 2), (0.001, 4), (0.001, 1), (1.0, 9), (0.9999, 8),
-    (0.3, 5), (0.7, 5), (0.1, 5), (0.49999997, 5), (0.50000006, 5), (0.83333331, 3), (0.5, 4095), (0.99999994, 131071),
+    (0.5, 5, 2), (0.5, 7, 4), (0.5, 1, 0), (0.51, 1, 1), (0.5, 3, 2), (0.25, 2, 0), (0.75, 2, 2), (0.001, 4, 0),
+    (0.001, 1, 0), (1.0, 9, 9), (0.9999, 8, 8), (0.3, 5, 2), (0.7, 5, 4), (0.1, 5, 0), (0.49999997, 5, 2),
+    (0.50000006, 5, 3), (0.83333331, 3, 2), (0.15, 4, 1), (0.5, 4095, 2048), (0.99999994, 131071, 131071),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("in_sequence", [True, False])
 def test_counts_round_half_to_even_and_clamp(in_sequence, backend, device):
-    for m, n in COUNTS[: None if backend == "torch" else -1]:
+    for m, n, k in COUNTS[: None if backend == "torch" else -1]:
         ids, level = torch.zeros(1, n, dtype=torch.int64, device=device), torch.tensor([m], device=device)
         seeds, block_size = torch.tensor([3], device=device), None if in_sequence else n
         _, noise, _ = corruption.corrupt_blockwise(
             ids, None, MASK, block_size, level=level, seeds=seeds, backend=backend
         )
         assert int(noise.sum()) == reference.corruption.number_to_mask(level[0].cpu(), n, at_least=int(in_sequence))
+        assert int(noise.sum()) == max(k, in_sequence)
 
 
 @pytest.mark.parametrize("half_life_ratio", [1e-300, 1e-30, 1e30])
