@@ -54,7 +54,7 @@ def test_equals_the_result_worked_out_by_hand(case, example, backend, device):
                 example.changed.get(i, token) for i, token in enumerate(before[0][0].tolist())
             ]
             assert out[1][0].nonzero().flatten().tolist() == sorted(example.changed)
-            assert out[2][0].tolist() == pytest.approx(np.broadcast_to(example.p, 8), abs=1e-6)
+            assert out[2][0].tolist() == pytest.approx(np.broadcast_to(example.p, 8).tolist(), abs=1e-6)
             assert mask.data_ptr() != out[1].data_ptr()
         assert same(given, before)
     assert not case.oracle(ids, mask * 0, seeds)[1].any()
