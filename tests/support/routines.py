@@ -312,12 +312,18 @@ ROUTINES = {
         one_launch=False,
     ),
     "segment levels": stored(
-        "69292d25", uniform(lambda ids: documents(ids) | {"level": make_levels(ids, 1)}), one_launch=False
+        "69292d25",
+        uniform(lambda ids: documents(ids) | {"level": make_levels(ids, 1)}),
+        by_hand(
+            [2, 5, 7],
+            [1.0, 0.5, 0.5, 0.0, 0.5, 1.0, 0.5, 1.0],
+            segment_ids=[-1, 9, 9, 4, 9, 5, 9, 5],
+            level=[0.5, 0.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.25],
+        ),
+        one_launch=False,
     ),
 }
 FIRSTS = {case.routine: case for case in reversed(ROUTINES.values())}  # the first case of each routine
-# Enough for tests whose result does not depend on the block size.
-FEW = {name: ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")}
 ENDS = {
     "levels of 0 and 1": lambda ids: {"level": (torch.arange(len(ids)) % 2).float()},
     "a level near 0": lambda ids: {"level": torch.full((len(ids),), 0.01)},
