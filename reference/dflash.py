@@ -163,9 +163,9 @@ def dflash_loss(
     """Compute the weighted cross-entropy of the predicted positions.
 
     ``loss = sum_i w_i * nll_i / denominator``, with ``w_i = exp(-(k_i - 1) / loss_gamma) * block_mask_i``, or the
-    D-PACE weights of the confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count) for
-    ``"tokens"``, the same with the sum of the mask as default for ``"rows"``, and ``sum_i w_i + 1e-6`` for ``"mean"``.
-    For ``"blocks"`` and ``"sequences"`` it is the number of blocks or sequences with a valid row.
+    D-PACE weights of the confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count)
+    for ``"tokens"``, the same with the sum of the mask as default for ``"rows"``, and ``sum_i w_i + 1e-6`` for
+    ``"mean"``. For ``"blocks"`` and ``"sequences"`` it is the number of blocks or sequences with a valid row.
     ``"sequence_blocks"`` is ``(1 / B') sum_b sum_i w_i * nll_i / A_b``, with A_b the number of valid blocks of sequence
     b, and B' the number of sequences with a valid block.
 
