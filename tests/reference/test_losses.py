@@ -68,14 +68,10 @@ def test_mdlm_value(dtype):
     assert loss.item() == pytest.approx(MDLM)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_mdlm_divides_by_the_count(count):
-    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM / 5)
-
-
-@pytest.mark.parametrize("count", [0, 1, torch.tensor(0)])
-def test_mdlm_divides_by_one_at_least(count):
-    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM)
+@pytest.mark.parametrize(("count", "divisor"), [*((n, 5) for n in COUNTS), (0, 1), (1, 1), (torch.tensor(0), 1)])
+def test_the_sum_is_divided_by_the_count_or_by_one_at_least(count, divisor):
+    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM / divisor)
+    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, count).item() == pytest.approx(BLOCK / divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -104,13 +100,7 @@ def test_block_diffusion_divides_by_the_supervised_positions_here(dtype):
     assert loss.item() == pytest.approx(BLOCK / 4)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_block_diffusion_divides_by_the_count_given(count):
-    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, count).item() == pytest.approx(BLOCK / 5)
-
-
-def test_block_diffusion_divides_by_one_at_least_and_is_zero_over_nothing():
-    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, 0).item() == pytest.approx(BLOCK)
+def test_block_diffusion_is_zero_over_nothing():
     logits = with_nan_rows(odds_121(2), [0, 1])
     assert backward(block_diffusion_loss(logits, row(0, 1), row(0, 0))) == 0.0
     assert logits.grad.eq(0).all()
