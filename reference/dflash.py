@@ -149,7 +149,7 @@ def dflash_loss(
     block_mask: torch.Tensor,
     num_tokens: Count | None = None,
     block_size: int | None = None,
-    gamma: float | None = 7.0,
+    loss_gamma: float | None = 7.0,
     normalize: str = "tokens",
     *,
     position_weights: str = "decay",
@@ -162,10 +162,10 @@ def dflash_loss(
 ) -> torch.Tensor:
     """Compute the weighted cross-entropy of the predicted positions.
 
-    ``loss = sum_i w_i * nll_i / denominator``, with ``w_i = exp(-(k_i - 1) / gamma) * block_mask_i``, or the D-PACE
-    weights of the confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count) for
-    ``"tokens"``, the same with the sum of the mask as default for ``"rows"``, and ``sum_i w_i + 1e-6`` for ``"mean"``.
-    For ``"blocks"`` and ``"sequences"`` it is the number of blocks or sequences with a valid row.
+    ``loss = sum_i w_i * nll_i / denominator``, with ``w_i = exp(-(k_i - 1) / loss_gamma) * block_mask_i``, or the
+    D-PACE weights of the confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count)
+    for ``"tokens"``, the same with the sum of the mask as default for ``"rows"``, and ``sum_i w_i + 1e-6`` for
+    ``"mean"``. For ``"blocks"`` and ``"sequences"`` it is the number of blocks or sequences with a valid row.
     ``"sequence_blocks"`` is ``(1 / B') sum_b sum_i w_i * nll_i / A_b``, with A_b the number of valid blocks of sequence
     b, and B' the number of sequences with a valid block.
 
@@ -176,7 +176,7 @@ def dflash_loss(
         block_mask: valid positions ``[B, T]``; fractions are weights.
         num_tokens: optional global count, a number or a 0-d tensor.
         block_size: positions per block, including the anchor; None: one block.
-        gamma: decay length in positions; None: no decay.
+        loss_gamma: decay length in positions; None: no decay.
         normalize: ``"tokens"``, ``"rows"``, ``"mean"``, ``"blocks"``, ``"sequences"`` or ``"sequence_blocks"``.
         position_weights: ``"decay"``, or a variant of ``dpace_weights``.
         dpace_alpha: alpha of ``dpace_weights``.
@@ -206,10 +206,10 @@ def dflash_loss(
         block_mask = torch.where(prefix_weights(prefix, rows, None).to(logits.device) != 0, block_mask, 0)
     mask = block_mask.to(dtype)
     if prefix is not None:
-        weights = prefix_weights(prefix, rows, gamma).to(logits.device, dtype) * mask
+        weights = prefix_weights(prefix, rows, loss_gamma).to(logits.device, dtype) * mask
     elif position_weights == "decay":
         period = None if block_size is None else rows + 1
-        weights = decay_weights(T, period, gamma, dtype, logits.device) * mask
+        weights = decay_weights(T, period, loss_gamma, dtype, logits.device) * mask
     else:
         q = torch.exp(-token_nll(logits, target_ids, active=block_mask).detach())
         blocks = (B, T // rows, rows)

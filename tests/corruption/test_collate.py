@@ -405,15 +405,6 @@ def test_pinned_memory():
     assert all(tensor.is_pinned() for tensor in out.values())
 
 
-def test_a_default_device_changes_nothing():
-    samples = [sample(3), sample(5)]
-    for options in ({}, {"block_size": 4, "response_window": True}):
-        expected = DLLMCollator(**options)(samples)
-        with torch.device("meta"):
-            got = DLLMCollator(**options)(samples)
-        assert all(torch.equal(expected[name], got[name]) for name in expected)
-
-
 def test_a_weight_beyond_float32_is_an_infinity():
     sample = {"input_ids": [1, 2], "loss_mask": [1.0, 1e300], "attention_mask": [1, 1]}
     with pytest.raises(ValueError, match=r"^sample 0, field 'loss_mask' must hold no negative number, NaN or infinity"):

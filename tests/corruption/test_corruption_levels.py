@@ -1,4 +1,4 @@
-"""Exact counts of long rows, level samplers, complements and the two-channel corruption."""
+"""Exact counts of long rows, level samplers, complements, the two-channel corruption, and errors of segments."""
 
 import pytest
 import torch
@@ -55,18 +55,6 @@ def test_sample_level_equals_the_oracle(source, method, B, low, high, backend, d
     # float32 rounds u + b / B, the product and the sum
     near = (got.cpu().double() - expected).abs() <= 3 * 2.0**-25
     assert bool(near.all()), f"level {values_at(got, expected, ~near)}"
-
-
-@pytest.mark.parametrize("B", [1, 2, 8, 13, 64, 1000])
-def test_each_stratum_holds_one_level(B):
-    for seed in range(20):
-        level = sample_level(B, method="stratified", generator=torch.Generator().manual_seed(seed)).double()
-        assert ((level >= 0) & (level < 1)).all()
-        # in float32: rounding may move a level across the edge of its stratum
-        ordered = level.sort().values * B
-        places = torch.arange(B)
-        assert (ordered > places - B * 2.0**-24).all()
-        assert (ordered < places + 1 + B * 2.0**-24).all()
 
 
 def test_no_stratified_level_is_rounded_to_1(backend, device):
@@ -145,24 +133,62 @@ def test_mix_accepts_rounding_errors(backend, device):
     assert (noisy[1][noise[1]] == MASK).all()
 
 
+# Segments
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_the_largest_id_of_a_narrow_type_is_a_segment_of_a_padded_row(dtype, backend, device):
+    """Padding was marked by -1, which is 255 in uint8."""
+    segment_ids = torch.tensor([[255] * 6 + [7] * 6], dtype=dtype, device=device)
+    ids, start = torch.arange(12, device=device)[None], torch.tensor([2], device=device)
+    _, noise, _ = corrupt_uniform(
+        ids, torch.ones_like(ids), MASK, segment_ids=segment_ids, start=start, level=torch.ones(1, device=device),
+        backend=backend,
+    )  # fmt: skip
+    assert torch.equal(noise, ids >= 2)
+
+
 # Errors
 
 IDS, LOSS = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8)
 HALF = torch.full((2,), 0.5)
 GOOD = {
-    "exact": lambda **kw: corrupt_uniform(IDS, LOSS, MASK, **kw),
+    "uniform": lambda **kw: corrupt_uniform(IDS, LOSS, MASK, **kw),
     "mix": lambda **kw: corrupt_mix(
         IDS, LOSS, **({"mask_token_id": MASK, "vocab_size": V, "mask_prob": HALF, "uniform_prob": HALF} | kw)
     ),
     "sample": lambda **kw: sample_level(**({"B": 3} | kw)),
 }
 META = torch.zeros(2, device="meta")
+SHAPES = r"level must have shape \(2,\) or \(2, 1\) or "
 
 
 @pytest.mark.parametrize(
     ("call", "arguments", "error", "message"),
     [
-        ("exact", {"exact": 1}, TypeError, "exact must be a bool, got int"),
+        ("uniform", {"exact": 1}, TypeError, "exact must be a bool, got int"),
+        *(
+            ("uniform", {"exact": True, **part}, ValueError,
+             "exact must be False with block_size or segment_ids, got True")
+            for part in ({"block_size": 2}, {"segment_ids": IDS})
+        ),
+        ("uniform", {"block_size": 2, "segment_ids": IDS}, ValueError, "block_size and segment_ids exclude each other"),
+        ("uniform", {"segment_ids": [0]}, TypeError, "segment_ids must be a torch.Tensor, got list"),
+        ("uniform", {"segment_ids": LOSS}, ValueError, "segment_ids must have dtype int64, .*, got float32"),
+        (
+            "uniform", {"segment_ids": IDS[:1]}, ValueError,
+            r"segment_ids must have shape \(2, 8\) \(that of input_ids\), got",
+        ),
+        (
+            "uniform", {"segment_ids": IDS.to("meta")}, ValueError,
+            "segment_ids must be on cpu like input_ids, got meta",
+        ),
+        ("uniform", {"block_size": 2, "level": LOSS}, ValueError, rf"{SHAPES}\(2, 4\), got \(2, 8\)"),
+        ("uniform", {"segment_ids": IDS, "level": LOSS[:, :2]}, ValueError, rf"{SHAPES}\(2, 8\), got"),
+        (
+            "uniform", {"segment_ids": IDS, "level": LOSS * 2}, ValueError,
+            r"level must lie in \[0, 1\], got values from 2.0 to 2.0",
+        ),
         ("mix", {"vocab_size": 2}, ValueError, "vocab_size must be at least 3, got 2"),
         ("mix", {"mask_prob": 0.5}, TypeError, "mask_prob must be a torch.Tensor, got float"),
         (

@@ -115,9 +115,6 @@ def model_of(chosen):
         adapt(model, head)
     return model.to(DEVICE, chosen["dtype"]).train(chosen["mode"] == "training")
 
-    def forward(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
-
 
 @contextlib.contextmanager
 def surrounding(name, model):

@@ -33,19 +33,6 @@ from tests.support.generation import (
 )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.many_draws
-@pytest.mark.parametrize(("truncation", "remasking"), [({}, "random"), ({"top_k": 30, "top_p": 0.9}, "confidence")])
-def test_both_backends_generate_equal_ids(truncation, remasking):
-    pytest.importorskip("triton")
-    model, (ids, on) = model_of(width=16, vocabulary=300).float(), padded()
-    options = {"seeds": SEEDS, "temperature": 0.8, "remasking": remasking, "block_size": 3, **truncation}
-    ours, other = (generate(model, ids, on, backend=backend, **options) for backend in ("torch", "triton"))
-    assert torch.equal(ours.ids, other.ids)
-    assert torch.equal(ours.step_map, other.step_map)
-    torch.testing.assert_close(ours.log_probs, other.log_probs)
-
-
 @pytest.mark.many_draws
 @pytest.mark.parametrize("masked", every_time([5], range(1, 8)))
 def test_the_tokens_of_a_step_are_those_of_llada(masked):

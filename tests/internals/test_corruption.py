@@ -277,10 +277,11 @@ def test_sample_level_is_the_same_on_every_path(method, source, device, monkeypa
 
 
 def test_counts_of_torch_are_those_of_numpy():
-    level, length = (torch.tensor(t) for t in zip(*COUNTS, strict=True))
+    level, length, counts = (torch.tensor(t) for t in zip(*COUNTS, strict=True))
     for at_least in (0, 1):
         of_numpy = _rules.number_to_mask(level.numpy(), length.numpy(), at_least)
         assert _rules.number_to_mask(level, length, at_least).tolist() == of_numpy.tolist()
+        assert of_numpy.tolist() == counts.clamp(min=at_least).tolist()
 
 
 def test_mix_leaves_rows_with_too_large_a_sum_unchanged_off_the_cpu(backend, device, monkeypatch):

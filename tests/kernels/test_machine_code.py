@@ -1,11 +1,9 @@
 """Instruction counts: listings short enough to count by hand, and the roofs derived from them."""
 
-import dataclasses
-
 import pytest
 
 from tools import machine_code
-from tools.inspect_kernels import Report, _clocks_a_turn, _pass, _phases, _print_tables, _roof, main
+from tools.inspect_kernels import _clocks_a_turn, _phases, _roof, main
 
 
 def listing(*lines):
@@ -95,21 +93,6 @@ def test_roofs_by_hand():
     assert _clocks_a_turn(issue=10, memory=10, waiting=20, warps=2) == pytest.approx((12.5 + 12.5 + 20) / 2)
     phases = _phases([cost(slots=240), cost(slots=350, stored=64)], "sm_90", 16)
     assert all(0.6 < phases[gpu]["90%"] < phases[gpu]["100%"] < 0.95 for gpu in ("H100", "H200"))
-
-
-def test_the_tables(capsys):
-    pass_ = _pass(cost(slots=352, alu=232, xu=16, rare=40, loads=2, waits=2), 16, "sm_90", num_warps=8, programs=2)
-    resources = {"registers": 89, "spills": 0, "shared": 32, "widest_access": 16, "num_warps": 8}
-    found = Report(
-        "kernel[bf16]", "kernel", "bf16", {}, "sm_90", **resources, programs=2, occupancy=0.25, passes=[pass_], tail=77
-    )
-    _print_tables([dataclasses.replace(found, kernel="merge", passes=[], tail=129), found])
-    budgets, kernels = capsys.readouterr().out.split("of one element")
-    assert "| A100 | 22.0  | 11.0 | 2.8  | 11.5 KiB" in budgets
-    cells = [cell.strip() for cell in kernels.splitlines()[-1].split("|")]
-    assert cells[1:10] == ["kernel[bf16]", "sm_90", "89", "0", "32", "16", "8", "2", "25%"]
-    assert cells[10:18] == ["77", "22.00", "14.50", "1.00", "2.50", "2", "2 x 16", "16 KiB"]
-    assert cells[18] == "H100 latency 42%, H200 latency 30%"
 
 
 def test_inspecting_needs_a_compiler(monkeypatch, capsys):

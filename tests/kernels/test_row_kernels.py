@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels import ops
+from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
+from tests.support.op_cases import FIRST_OPS, Rows, name_of
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_same_specials,
@@ -175,37 +176,20 @@ def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset)
     assert beside.isnan().all()
 
 
-def without_rows(op, *row_inputs, **options):
-    """Return a call of an op on logits ``[0, 7]``, forward and backward."""
-
-    def call():
-        x = torch.zeros(0, 7, device=DEVICE, requires_grad=True)
-        found = op(x, *(t.to(DEVICE) for t in row_inputs), backend="triton", **options)[0]
-        (gradient,) = torch.autograd.grad(found.sum(), x)
-        assert gradient.shape == x.shape
-
-    return call
-
-
-NO_IDS, NONE = torch.empty(0, dtype=torch.int64), torch.empty(0)
-NO_ROWS = {
-    "token_nll": without_rows(ops.token_nll, NO_IDS, with_correct=True, with_ids=True),
-    "weighted_nll": without_rows(ops.weighted_nll, NO_IDS, NONE),
-    "row_stats": without_rows(ops.row_stats, NO_IDS, entropy=True),
-    "divergence": without_rows(ops.divergence, torch.empty(0, 7)),
-    "linear_sample": lambda: ops.linear_sample(
-        torch.empty(0, 3, device=DEVICE), torch.empty(7, 3, device=DEVICE), backend="triton"
-    ),
-    "gumbel_topk": lambda: ops.gumbel_topk_mask(torch.empty(0, 7, device=DEVICE), 1, backend="triton"),
-}
+OPS = [(kind, case) for case in FIRST_OPS for kind in case.kinds or ("other",)]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts what Triton's interpreter launches")
-@pytest.mark.parametrize("name", NO_ROWS)
-def test_without_rows_nothing_is_launched(name, monkeypatch):
+@pytest.mark.parametrize(("kind", "case"), OPS, ids=name_of)
+def test_without_rows_nothing_is_launched(kind, case, monkeypatch):
     from triton.runtime import interpreter
 
     launches = []
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **options: launches.append(args))
-    NO_ROWS[name]()
+    leaf = torch.zeros(0, 7 if kind == "stored" else 3, device=DEVICE, requires_grad=True)
+    x = leaf if kind == "stored" else LinearLogits(leaf, torch.ones(7, 3, device=DEVICE))
+    rows = Rows.drawn(0, *(() if case.kinds else (7,)), V=7, device=DEVICE)
+    if values := case.values(case(x, rows, **case.accepted(backend="triton"))):
+        (gradient,) = torch.autograd.grad(sum(t.sum() for t in values), leaf)
+        assert gradient.shape == leaf.shape
     assert not launches

@@ -241,7 +241,6 @@ def test_dflash(number):
     out = called_dflash(case, i, loss)
     out, nll = out if case["nll"] else (out, None)
     _, of_oracle = weighting(case)
-    of_oracle = of_oracle | {"gamma": of_oracle.pop("loss_gamma")} if "loss_gamma" in of_oracle else of_oracle
     arguments = {"block_size": SIZE, "prefix": i.prefix, **i.counts, **of_oracle, "anchor_row": case["anchor_row"]}
     logits = i.transformed(i.logits())
     expected = [

@@ -68,14 +68,10 @@ def test_mdlm_value(dtype):
     assert loss.item() == pytest.approx(MDLM)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_mdlm_divides_by_the_count(count):
-    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM / 5)
-
-
-@pytest.mark.parametrize("count", [0, 1, torch.tensor(0)])
-def test_mdlm_divides_by_one_at_least(count):
-    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM)
+@pytest.mark.parametrize(("count", "divisor"), [*((n, 5) for n in COUNTS), (0, 1), (1, 1), (torch.tensor(0), 1)])
+def test_the_sum_is_divided_by_the_count_or_by_one_at_least(count, divisor):
+    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM / divisor)
+    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, count).item() == pytest.approx(BLOCK / divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -104,13 +100,7 @@ def test_block_diffusion_divides_by_the_supervised_positions_here(dtype):
     assert loss.item() == pytest.approx(BLOCK / 4)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_block_diffusion_divides_by_the_count_given(count):
-    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, count).item() == pytest.approx(BLOCK / 5)
-
-
-def test_block_diffusion_divides_by_one_at_least_and_is_zero_over_nothing():
-    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, 0).item() == pytest.approx(BLOCK)
+def test_block_diffusion_is_zero_over_nothing():
     logits = with_nan_rows(odds_121(2), [0, 1])
     assert backward(block_diffusion_loss(logits, row(0, 1), row(0, 0))) == 0.0
     assert logits.grad.eq(0).all()
@@ -197,7 +187,7 @@ VALID = row(1.0, 1.0, 0.5, 0.0)
 
 
 def dflash(logits=None, **options):
-    options = {"block_size": 3, "gamma": GAMMA, **options}
+    options = {"block_size": 3, "loss_gamma": GAMMA, **options}
     return dflash_loss(odds_121(4) if logits is None else logits, DRAFT, VALID, **options)
 
 
@@ -211,13 +201,13 @@ def test_dflash_value_for_each_denominator():
 
 
 def test_dflash_without_decay_and_as_one_block():
-    assert dflash(gamma=None).item() == pytest.approx(4 * LN2)  # 1 * 1 + 1 * 2 + 0.5 * 2
+    assert dflash(loss_gamma=None).item() == pytest.approx(4 * LN2)  # 1 * 1 + 1 * 2 + 0.5 * 2
     assert dflash(block_size=None).item() == pytest.approx(2.25 * LN2)  # 1 * 1 + 0.5 * 2 + 0.25 * 0.5 * 2
 
 
 @pytest.mark.parametrize("dtype", MASK_DTYPES)
 def test_dflash_masks_of_any_dtype(dtype):
-    loss = dflash_loss(odds_121(4), DRAFT, row(1, 1, 0, 0).to(dtype), block_size=3, gamma=GAMMA)
+    loss = dflash_loss(odds_121(4), DRAFT, row(1, 1, 0, 0).to(dtype), block_size=3, loss_gamma=GAMMA)
     assert loss.item() == pytest.approx(2 * LN2)  # 1 * 1 + 0.5 * 2
 
 
@@ -257,7 +247,7 @@ PAIR_VALID = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     ],
 )
 def test_dflash_over_blocks_and_sequences(normalize, counts, expected):
-    options = {"block_size": 3, "gamma": GAMMA, "normalize": normalize, **counts}
+    options = {"block_size": 3, "loss_gamma": GAMMA, "normalize": normalize, **counts}
     loss = dflash_loss(odds_121(4).repeat(2, 1, 1), PAIR, PAIR_VALID, **options)
     assert loss.item() == pytest.approx(expected * LN2)
     nothing = dflash_loss(odds_121(4).repeat(2, 1, 1), PAIR, torch.zeros(2, 4), **options)
@@ -265,7 +255,7 @@ def test_dflash_over_blocks_and_sequences(normalize, counts, expected):
 
 
 def test_dflash_with_a_row_of_the_anchor():
-    options = {"block_size": 2, "gamma": GAMMA, "anchor_row": True}
+    options = {"block_size": 2, "loss_gamma": GAMMA, "anchor_row": True}
     assert dflash_loss(odds_121(4), DRAFT, VALID, **options).item() == pytest.approx(3 * LN2)  # as blocks of 3 without
 
 

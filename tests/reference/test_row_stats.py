@@ -46,21 +46,6 @@ def test_values():
     assert out.ids.tolist() == [1, 2]
 
 
-def test_gradients():
-    logits = from_odds((1, 2, 1)).requires_grad_()
-    out = row_stats(logits, torch.tensor([1]), mixture([0.25], [0.5]))
-    p = values(0.25, 0.5, 0.25)
-    for value, expected in (
-        (out.log_probs, values(-0.25, 0.5, -0.25)),
-        (out.lse, p),
-        (out.entropy, -p * (p.log() + 1.5 * LN2)),
-        # r = b / (a + b p) = 0.5 / (3/8, 1/2, 3/8) = (4/3, 1, 4/3), sum p r = 7/6
-        (out.mix, p * (values(4 / 3, 1, 4 / 3) - 7 / 6)),
-    ):
-        (grad,) = torch.autograd.grad(value.sum(), logits, retain_graph=True)
-        torch.testing.assert_close(grad[0], expected)
-
-
 def test_the_transform():
     logits = torch.tensor([[0.0, 3.0, 100.0, 1.0]], **DOUBLE)
     out = row_stats(logits, torch.tensor([1]), mixture([1.0], [1.0]), softcap=2.0, scale=0.5, skip_id=2)
@@ -131,9 +116,12 @@ def test_gradcheck():
     mix, active = mixture([0.0, 0.5, 2.0, 1.0], [1.0, 0.0, 3.0, 1.0]), torch.tensor([1, 1, 1, 0])
     for transform in ({}, {"skip_id": 3}, {"softcap": 1.5, "scale": 0.7, "skip_id": 3}):
         used = torch.where(ids == 3, 2, ids)
-        assert torch.autograd.gradcheck(
-            lambda x, i, t: [o for o in row_stats(x, i, mix, active, **t) if o.requires_grad], (logits, used, transform)
-        )
+
+        def floating(x, i, t):
+            return [o for o in row_stats(x, i, mix, active, **t) if o.is_floating_point()]
+
+        assert all(o.requires_grad for o in floating(logits, used, transform))
+        assert torch.autograd.gradcheck(floating, (logits, used, transform))
 
 
 def test_every_output_has_numbers():

@@ -98,17 +98,18 @@ DOCUMENTED = {
     "SCDDSchedule": "clean_mass, uniform_mass, absorbed_mass, gamma, rho",
     "_compute_per_token_nll": "logits, target_ids",
     "gumbel_topk": "log_w, k",
-    "_batched_gumbel_topk": "log_w, k",
-    "corrupt_uniform": "input_ids, loss_mask, mask_token_id, eps=0.001",
-    "corrupt_blockwise": "input_ids, loss_mask, mask_token_id, block_size=None, eps=0.001, half_life_ratio=0.25",
-    "corrupt_uniform_random": "input_ids, loss_mask, vocab_size, block_size=None, eps=0.001",
+    "_batched_gumbel_topk": "log_w, k, generator=None",
+    "corrupt_uniform": "input_ids, loss_mask, mask_token_id, eps=0.001, generator=None",
+    "corrupt_blockwise": "input_ids, loss_mask, mask_token_id, block_size=None, eps=0.001, half_life_ratio=0.25, "
+    "generator=None",
+    "corrupt_uniform_random": "input_ids, loss_mask, vocab_size, block_size=None, eps=0.001, generator=None",
     "corrupt_all_masked": "input_ids, loss_mask, mask_token_id",
     "DLLMCollator": "pad_token_id=0, eos_token_id=None, block_size=None, pad_seq_len_divisible=None, max_seq_len=None, "
     "supervise_padding=False, response_window=False",
     "PipelineCausalLMLoss": "loss_fn, model, scaling_factor=None, ignore_index=-100",
     "MTPLossConfig": "scaling_factor=None, ignore_index=-100",
 }
-ADDED = {"noisy_input_ids", "generator", "grad_reduce_group"}
+ADDED = {"noisy_input_ids", "grad_reduce_group"}
 
 
 def resolve(path):
@@ -128,6 +129,7 @@ def test_signatures(path):
     assert ours[: len(documented)] == documented
     for added in ours[len(documented) :]:
         assert added.kind == inspect.Parameter.KEYWORD_ONLY or added.name in ADDED, added
+        assert added.default is not added.empty or added.name in ADDED, added
         assert added.default is not inspect.Parameter.empty, added
 
 

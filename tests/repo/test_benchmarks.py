@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import json
-import os
 import re
 import sys
 import time
@@ -15,10 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import __main__ as command
-from benchmarks import measure, peers, policy, record, suite
+from benchmarks import measure, peers, policy, record
 from benchmarks.shapes import Shape
-from dllm_kernels import ops
-from tests.support import trainers
 from tests.support.parity import Spoilt
 from tests.support.readme import DOCS, ROOT
 
@@ -31,14 +28,6 @@ def options(tmp_path):
     parser = measure.arguments("test")
     argv = ["--device", "cpu", "--samples", "4", "--warmup", "1", "--out", str(tmp_path / "sub" / "x.json")]
     return measure.parse(parser, argv)
-
-
-def test_quantiles_interpolate_between_order_statistics():
-    timing = measure.Timing((5.0, 1.0, 4.0, 2.0, 3.0))
-    assert timing.median == 3.0
-    assert timing.quantile(0.2) == pytest.approx(1.8)
-    assert timing.quantile(0.8) == pytest.approx(4.2)
-    assert measure.Timing((7.0,)).quantile(0.8) == 7.0
 
 
 def test_peers_interleave_and_inputs_rotate():
@@ -169,12 +158,6 @@ def test_peak_memory_on_a_gpu():
     assert measure.peak_memory(lambda _: (x + 1) * 2, "cuda") == 2 * x.nbytes
 
 
-def test_relative_error():
-    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert measure.relative_error(exact + torch.tensor([0.0, 1.0]), exact) == pytest.approx(0.2)
-    assert measure.relative_error(torch.ones(4), torch.zeros(4)) == 2.0
-
-
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_the_losses_that_are_compared_equal_the_formula(form):
     hidden, head, targets = torch.randn(1, 6, 8), torch.randn(50, 8), torch.arange(6)[None]
@@ -185,42 +168,6 @@ def test_the_losses_that_are_compared_equal_the_formula(form):
     assert {"plain", "gather"} <= losses.keys()
     for name, loss in losses.items():
         torch.testing.assert_close(loss(*inputs), expected, msg=name)
-
-
-@pytest.fixture
-def broken_peers(tmp_path, monkeypatch):
-    """Make quack fail on import, give liger no functions, and forget earlier imports."""
-    (tmp_path / "quack").mkdir()
-    (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no cutlass\\nfor you')")
-    (tmp_path / "liger_kernel").mkdir()
-    for name in ("__init__", "transformers"):
-        (tmp_path / "liger_kernel" / f"{name}.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    peers.module.cache_clear()
-    yield
-    peers.module.cache_clear()
-    for name in [name for name in sys.modules if name.startswith(("quack", "liger_kernel"))]:
-        del sys.modules[name]
-
-
-def test_a_peer_without_the_called_function_is_named_and_not_measured(broken_peers, capsys):
-    losses = peers.logits_losses("cuda", False)
-    assert {"plain", "gather"} <= losses.keys()
-    assert not {"liger", "quack"} & losses.keys()
-    assert "liger is not measured: AttributeError: " in capsys.readouterr().err
-
-
-def test_a_trainers_divergences_equal_the_ones_compared_with_them():
-    hidden, teacher, head, weights = torch.randn(6, 4), torch.randn(6, 4), torch.randn(11, 4), torch.rand(6)
-    try:
-        with trainers.loaded(trainers.SPECULATORS, "losses.eager"):
-            peers.module.cache_clear()
-            for kind in peers.SPECULATORS:
-                found = peers.divergence_losses(kind, "cpu")["speculators, eager"](hidden, teacher, head, weights)
-                torch.testing.assert_close(found, ops.linear_divergence(hidden, head, teacher, weights, kind=kind).loss)
-    finally:
-        peers.module.cache_clear()
-    assert peers.divergence_losses("l1", "cpu") == {}
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -248,39 +195,6 @@ def test_all_candidates_of_a_policy_update_agree(scheme, frozen, options):
     assert max(off.values()) <= allowed
 
 
-def test_table_and_json(options, capsys):
-    x = torch.randn(100, 100)
-    peers = {"plain": lambda _: (x + 1) * 2, "ours": lambda _: x * 2}
-    given = {"errors": {"ours": 1e-7}, "floor_s": 1e-9, "floor_bytes": x.nbytes}
-    results = measure.compare("test", {"N": 100}, "forward", peers, options, **given)
-    ceilings = measure.ceilings(CPU, torch.float32, "toy")
-    record.report(results, options, baseline="plain", measured_ceilings=ceilings)
-    printed = capsys.readouterr().out
-    for column in ("median", "20-80 %", "speed / plain", "of floor", "peak / plain", "peak floor", "error"):
-        assert column in printed
-    assert "0.50" in printed  # the package needs half the memory
-    written = json.loads(options.out.read_text())
-    assert {"date", "commit", "sources", "torch", "python", "packages", "cpu", "gpu"} <= written["environment"].keys()
-    assert set(written["ceilings"]) == {"copy_bytes_per_s", "gemm_flop_per_s"}
-    assert written["ceilings"]["copy_bytes_per_s"] > 0
-    (plain, ours) = written["results"]
-    assert (plain["name"], ours["name"]) == ("plain", "ours")
-    assert len(ours["samples_s"]) == 4
-    assert set(ours["timing"]) == {"q20_s", "q50_s", "q80_s"}
-    assert ours["floor_bytes"] == x.nbytes
-
-
-def test_the_command_line_names_its_subjects_and_what_fails(monkeypatch, capsys):
-    for words, status in (([], 2), (["inspekt"], 2), (["smoke", "inspekt"], 2), (["--help"], 0)):
-        assert command.main(words) == status
-        printed = capsys.readouterr()
-        assert "inspekt" not in words or "inspekt" in printed.err
-        assert all(name in printed.out + printed.err for name in command.SUBJECTS)
-    monkeypatch.setattr(command, "SUBJECTS", {"gone": command.Subject("benchmarks.no_such_module", "")})
-    assert command.smoke([]) == 1
-    assert "FAILED: gone" in capsys.readouterr().out
-
-
 def test_a_missing_requirement_is_named_before_anything_runs(monkeypatch, capsys):
     there = importlib.util.find_spec("torch")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in ("tqdm", "tokenizers") else there)
@@ -298,50 +212,6 @@ def test_the_extras_install_the_needs_of_every_subject():
     for name, subject in command.SUBJECTS.items():
         given = {re.match(r"[\w-]+", r)[0] for r in (*always, *project["optional-dependencies"][subject.extra])}
         assert set(subject.needs) <= given, name
-
-
-def timed(name, seconds, case="a"):
-    return {"name": name, "case": {"N": case}, "phase": "both", "cache": "hot", "timing": {"q50_s": seconds}}
-
-
-def test_the_summary_never_says_that_nothing_was_faster_when_nothing_was_compared(tmp_path):
-    alone = {"token_nll": {"results": [timed("ours", 1.0), timed("plain", 2.0, "b"), timed("bare products", 0.1)]}}
-    for records in (
-        {},
-        alone,
-        {"token_nll": {"results": [timed("ours", 1.0), timed("plain", 1.0) | {"timing": None}]}},
-    ):
-        assert suite.verdict(suite.compared(records), tmp_path).startswith("nothing was compared")
-    both = [timed("ours", 1.0), timed("plain", 2.0), timed("ours", 1.0, "b"), timed("plain", 0.5, "b")]
-    said = suite.verdict(suite.compared({"token_nll": {"results": both}}), tmp_path)
-    assert said == f"another candidate was faster in 1 of 2 cases: {tmp_path / 'lost.md'}"
-    assert "plain takes 0.50 of our time" in (tmp_path / "lost.md").read_text()
-
-
-def test_all_reports_a_failure_of_every_subject(tmp_path, monkeypatch, capsys):
-    """Results of an earlier run in the same folder are not reported as those of this run."""
-    old = tmp_path / "collate.json"
-    old.write_text(json.dumps({"results": [timed("ours", 1.0), timed("plain", 2.0)]}))
-    os.utime(old, (0, 0))
-    monkeypatch.setattr(suite, "run_subject", lambda *_: False)
-    argv = ["--size", "toy", "--device", "cpu", "--subject", "collate", "--no-sweeps", "--out", str(tmp_path)]
-    assert suite.main(argv) == 1
-    printed = capsys.readouterr().out
-    assert "nothing was compared" in printed
-    assert "FAILED: collate" in printed
-
-
-def test_processor_time_excludes_waiting(monkeypatch):
-    """It is for CPUs only."""
-    monkeypatch.setattr(measure, "_host_clock", measure._host_clock)
-    seconds = {}
-    for words in ([], ["--processor-time"]):
-        measure.parse(measure.arguments("test"), [*words, "--device", "cpu"])
-        (timing,) = measure.measure({"wait": lambda _: time.sleep(0.02)}, device=CPU, samples=1, warmup=0).values()
-        seconds[len(words)] = timing.median
-    assert seconds[1] < 0.01 < 0.02 <= seconds[0]
-    with pytest.raises(SystemExit):
-        measure.parse(measure.arguments("test"), ["--processor-time", "--device", "cuda"])
 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution holds no results")

@@ -279,21 +279,7 @@ def masks(n):
 
 @page("published-noise.md")
 def published_noise(n):
-    """``corruption/test_published.py`` compares the distributions."""
-    ids, loss_mask = torch.randint(0, n["MASK"], (3, 12)), torch.ones(3, 12)
-    loss_mask[:, :3] = 0
-    for name in ("llada", "dllm", "bd3lm", "gidd", "duo"):
-        noisy, noise_mask, _ = n[name](ids, loss_mask)
-        assert not (noise_mask & (loss_mask == 0)).any()
-        assert torch.equal(noisy[~noise_mask], ids[~noise_mask])
-    assert n["sdar"](ids, loss_mask, torch.zeros_like(ids))[1].any(1).all()
-    noisy, noise_mask, _, in_block = n["dparallel"](ids, torch.tensor([0, 2, 5]))
-    assert torch.equal(noise_mask, noisy == n["MASK"])
-    for row, block, start in zip(noise_mask, in_block, (0, 2, 5), strict=True):
-        first, last = block.nonzero()[[0, -1], 0].tolist()
-        assert (first - start) % 4 == 0
-        assert not row[:first].any()
-        assert row[last + 1 :].all()
+    """``corruption/test_published.py`` compares the distributions of its functions."""
     tokens = 9
     _, noise_mask, _ = ours.corrupt_uniform(torch.zeros(20_000, tokens).long(), torch.ones(20_000, tokens), 1)
     assert "with a probability of about 1 / (n + 1)" in " ".join(PAGES["published-noise.md"].split())
@@ -632,17 +618,8 @@ def corruption(n):
     assert torch.equal(n["of_blocks"] != n["ids"], n["block_noise"])
     assert n["chosen"].sum(1).tolist() == [5, 10, 20, 52]
     assert not (n["chosen"] & ~supervised).any()
-    odds = torch.tensor([1.0, 2.0, 7.0]).log().expand(20_000, 3)
-    one = ours.gumbel_topk_mask(odds, 1, seeds=torch.arange(20_000))
-    torch.testing.assert_close(one.double().mean(0), torch.tensor([0.1, 0.2, 0.7]).double(), atol=0.02, rtol=0)
     steps = n["levels"].sort().values.diff()
     torch.testing.assert_close(steps, torch.full((3,), (1 - 1e-3) / 4))
-    large = {}
-    run(python(PAGES["corruption.md"])[0].replace("4, 64, 100, 99", "400, 64, 100, 99"), large)
-    assert 1e-3 <= large["p_mask"].min() < 0.05
-    mixed, tokens = large["mixed"][:, 12:], large["ids"][:, 12:]
-    assert 0.38 < (mixed == large["MASK"]).double().mean() < 0.42
-    assert 0.08 < ((mixed != large["MASK"]) & (mixed != tokens)).double().mean() < 0.12
     means = {
         method: torch.stack(
             [ours.sample_level(8, method=method, seeds=torch.arange(8) + 8 * s).mean() for s in range(400)]

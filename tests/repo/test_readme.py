@@ -10,17 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import dllm_kernels
-from tests.repo.test_docs import check_the_loop_of_the_first_screen, loop_of_the_first_screen
 from tests.support.readme import DOCS, README, blocks, fences, python, run
 
 ROOT = README.parent
-
-
-def test_the_first_screen_runs_as_printed():
-    torch.manual_seed(0)
-    n = loop_of_the_first_screen()
-    run(python(README.read_text())[0], n)
-    check_the_loop_of_the_first_screen(n)
 
 
 def test_the_code_runs_as_printed():

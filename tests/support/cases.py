@@ -211,7 +211,8 @@ class Case:
             x = reference.transformed(x, **self.transform)
         x, extra = self.extra("logits", x, inputs)
         supplied = {**inputs, **extra, **self.settings, **options}
-        accepted = inspect.signature(self.equation).parameters
+        accepted = inspect.signature(self.equation).parameters.keys()
+        accepted |= {"beta", "temperature"} if "options" in accepted else set()  # of a divergence
         return self.equation(x, **{name: value for name, value in supplied.items() if name in accepted})
 
 
@@ -377,33 +378,8 @@ def _taught(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     return rows, {"block_size": BLOCK, "teacher_hidden": teacher, "teacher_weight": eye}
 
 
-def _distillation_oracle(
-    logits, teacher_logits, target_ids, block_mask, num_tokens=None, block_size=None, kind="kl", loss_gamma=7.0,
-    normalize="tokens", position_weights="decay", dpace_alpha=0.5, confidence="target", decay_from=0, num_blocks=None,
-    num_sequences=None, temperature=1.0, beta=None, reduction="total",
-):  # fmt: skip
-    return reference.draft_distillation_loss(
-        logits, teacher_logits, target_ids, block_mask, num_tokens, block_size, kind=kind, loss_gamma=loss_gamma,
-        normalize=normalize, position_weights=position_weights, dpace_alpha=dpace_alpha, confidence=confidence,
-        decay_from=decay_from, num_blocks=num_blocks, num_sequences=num_sequences, temperature=temperature, beta=beta,
-        reduction=reduction,
-    )  # fmt: skip
-
-
 def _seq_len(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     return rows, {"seq_len": inputs["target_ids"].shape[1]}
-
-
-def _dflash_oracle(
-    logits, target_ids, block_mask, num_tokens=None, block_size=None, loss_gamma=7.0, normalize="tokens",
-    position_weights="decay", dpace_alpha=0.5, anchor_row=False, num_blocks=None, num_sequences=None,
-    reduction="total",
-):  # fmt: skip
-    return reference.dflash_loss(
-        logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize,
-        position_weights=position_weights, dpace_alpha=dpace_alpha, anchor_row=anchor_row,
-        num_blocks=num_blocks, num_sequences=num_sequences, reduction=reduction,
-    )  # fmt: skip
 
 
 _ROW_ROLES = {"targets": "targets"}
@@ -436,7 +412,7 @@ _HYBRID = Case(
     documented=FORWARD | {"": "alpha=1.0, fp32_upcast=True"},
 )  # fmt: skip
 _DFLASH = Case(
-    "dflash", ours.DFlashDecayLoss, _counted(_dflash, num_tokens=3), _dflash_oracle,
+    "dflash", ours.DFlashDecayLoss, _counted(_dflash, num_tokens=3), reference.dflash_loss,
     roles={
         "target_ids": "targets", "block_mask": "weight", "num_tokens": "count", "num_blocks": "count",
         "num_sequences": "count",
@@ -457,8 +433,8 @@ _DFLASH = Case(
     },
 )  # fmt: skip
 _DISTILLATION = Case(
-    "distillation", ours.DraftDistillationLoss, _counted(_distillation, num_tokens=3), _distillation_oracle,
-    {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
+    "distillation", ours.DraftDistillationLoss, _counted(_distillation, num_tokens=3),
+    reference.draft_distillation_loss, {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
     roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, derived_from=("teacher",), linear_in="block_mask",
     constants=("loss_gamma",), chunks_at_construction=True, transformed_by={"softcap": 5.0, "scale": 0.8},
     normalized=False, kernels="divergence",

@@ -43,23 +43,28 @@ def draw(options, V=V):
     return lambda _: ([torch.randn(s).double() for s in ((B, L, D), (V, D), (V,))], upstream(options))
 
 
+def hidden_parity(mesh, name, hidden_layout, teacher_layout, head_layout, **more):
+    """Compare a divergence from hidden states in these layouts (None: a plain tensor) with the oracle."""
+    teacher, options = drawn(name)
+
+    def ours(h, w, b):
+        h, t = (x if s is None else shard(x, mesh, s) for x, s in ((h, hidden_layout), (teacher, teacher_layout)))
+        w, b = (shard(x, mesh, head_layout) for x in (w, b))
+        return ops.linear_divergence(h, w, t, bias=b, backend="torch", **more, **options).loss
+
+    assert_parity(
+        ours, lambda h, w, b: reference.linear_divergence(h, w, teacher, bias=b, **options).loss, draw(options)
+    )
+
+
 @check(2, **kinds)
 def tp_divergence(name):
     """A shared head is split by vocabulary.
 
     Hidden states are plain, equal on every rank, or split over the same ranks.
     """
-    mesh, (teacher, options) = mesh_of("tp"), drawn(name)
-    for hidden_layout, teacher_layout in ((None, None), (Shard(1), Replicate()), (Shard(0), Shard(1))):
-
-        def ours(h, w, b, p=hidden_layout, q=teacher_layout):
-            h, t = (x if s is None else shard(x, mesh, s) for x, s in ((h, p), (teacher, q)))
-            w, b = (shard(x, mesh, Shard(0)) for x in (w, b))
-            return ops.linear_divergence(h, w, t, bias=b, chunk_size=5, backend="torch", **options).loss
-
-        assert_parity(
-            ours, lambda h, w, b: reference.linear_divergence(h, w, teacher, bias=b, **options).loss, draw(options)
-        )
+    for layouts in ((None, None), (Shard(1), Replicate()), (Shard(0), Shard(1))):
+        hidden_parity(mesh_of("tp"), name, *layouts, Shard(0), chunk_size=5)
 
 
 @check(2)
@@ -220,15 +225,7 @@ def special_rows_of_a_divergence():
 @check(2, name=("kl", "lk, mean"))
 def split_rows_of_a_divergence(name):
     """The rows are split over the ranks, and every rank has the whole head. The mean of a is that of all rows."""
-    mesh, (teacher, options) = mesh_of("dp"), drawn(name)
-
-    def ours(h, w, b):
-        w, b = (shard(x, mesh, Replicate()) for x in (w, b))
-        return ops.linear_divergence(shard(h, mesh, Shard(1)), w, teacher, bias=b, backend="torch", **options).loss
-
-    assert_parity(
-        ours, lambda h, w, b: reference.linear_divergence(h, w, teacher, bias=b, **options).loss, draw(options)
-    )
+    hidden_parity(mesh_of("dp"), name, Shard(1), None, Replicate())
 
 
 @check(2)

@@ -1,5 +1,7 @@
 """Checks of a two-part head in several processes: the second part split like the head, sharded, in several layouts."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +13,7 @@ from dllm_kernels import ops
 from dllm_kernels.distributed import summed_over
 from tests.support.cases import BY_NAME
 from tests.support.distributed_checks import B, D, L, Sent, V, check, close, drawn, mesh_of, raises, shard, upstream
+from tests.support.distributed_layouts import as_it_is, over, summed_over_rows
 from tests.support.parity import assert_parity
 
 R = 3
@@ -27,16 +30,20 @@ def plain(case, inputs):
     return lambda h, w, b, u, second: case.oracle(reference.linear_logits(h, w, b, extra=(u, second)), inputs)
 
 
-def draw(case, dtype=torch.float64, rows=B):
+def extra_parity(name, hidden_laid, head_laid, u_laid=as_it_is, dtype=torch.float64, rows=B, **options):
+    """Compare a loss with the oracle. The functions distribute hidden states, both parts of the head, and u."""
+    case = BY_NAME[name]
+    inputs = drawn(case, rows=rows)
+
+    def ours(h, w, b, u, second):
+        extra = u_laid(u), head_laid(second)
+        return call(case, inputs, hidden_laid(h), head_laid(w), head_laid(b), extra, **{"backend": "torch"} | options)
+
     def leaves(_):
         shapes = (rows, L, D), (V, D), (V,), (rows, L, R), (V, R)
         return [torch.randn(shape).to(dtype) for shape in shapes], upstream(case, rows)
 
-    return leaves
-
-
-def laid(t, mesh, placement):
-    return t if placement is None else shard(t, mesh, placement)
+    assert_parity(ours, plain(case, inputs), leaves)
 
 
 @check(2, name=NAMES)
@@ -45,75 +52,37 @@ def tp_extra(name):
 
     The rows of each part are plain, equal on every rank, or split over the ranks.
     """
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    of = functools.partial(over, mesh_of("tp"))
     layouts = [
-        (None, None), (None, Replicate()), (None, Shard(2)),
-        (Shard(1), None), (Shard(1), Shard(1)), (Shard(1), Shard(0)),
+        (as_it_is, as_it_is), (as_it_is, of(Replicate())), (as_it_is, of(Shard(2))),
+        (of(Shard(1)), as_it_is), (of(Shard(1)), of(Shard(1))), (of(Shard(1)), of(Shard(0))),
     ]  # fmt: skip
-    for hidden_layout, u_layout in layouts if name == NAMES[0] else [layouts[0], layouts[4]]:
-        assert_parity(
-            lambda h, w, b, u, second, p=hidden_layout, q=u_layout: call(
-                case, inputs, laid(h, mesh, p), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)),
-                (laid(u, mesh, q), shard(second, mesh, Shard(0))), chunk_size=5, backend="torch",
-            ),
-            plain(case, inputs),
-            draw(case),
-        )  # fmt: skip
+    for hidden_laid, u_laid in layouts if name == NAMES[0] else [layouts[0], layouts[4]]:
+        extra_parity(name, hidden_laid, of(Shard(0)), u_laid, chunk_size=5)
 
 
 @check(2)
 def tp_extra_in_every_dtype_and_through_the_kernels():
-    case, mesh, rows = BY_NAME["weighted_nll"], mesh_of("tp"), 2
-    inputs = drawn(case, rows=rows)
-    runs = [(torch.float16, "torch"), (torch.bfloat16, "torch"), (torch.float32, "triton")]
-    for dtype, backend in runs:
-        assert_parity(
-            lambda h, w, b, u, second, backend=backend: call(
-                case, inputs, h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), (u, shard(second, mesh, Shard(0))),
-                chunk_size=5, backend=backend,
-            ),
-            plain(case, inputs),
-            draw(case, dtype, rows),
-        )  # fmt: skip
+    head_laid = over(mesh_of("tp"), Shard(0))
+    for dtype, backend in ((torch.float16, "torch"), (torch.bfloat16, "torch"), (torch.float32, "triton")):
+        extra_parity("weighted_nll", as_it_is, head_laid, dtype=dtype, rows=2, chunk_size=5, backend=backend)
 
 
 @check(2, name=NAMES[:3])
 def split_rows_with_extra(name):
     """The rows are split over the ranks, every rank has both parts of the head, and u is split or plain."""
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
-    for u_layout in (Shard(1), None):
-        assert_parity(
-            lambda h, w, b, u, second, q=u_layout: call(
-                case, inputs, shard(h, mesh, Shard(1)), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()),
-                (laid(u, mesh, q), shard(second, mesh, Replicate())), backend="torch",
-            ),
-            plain(case, inputs),
-            draw(case),
-        )  # fmt: skip
+    rows, head_laid = (over(mesh_of("tp"), placement) for placement in (Shard(1), Replicate()))
+    for u_laid in (rows, as_it_is):
+        extra_parity(name, rows, head_laid, u_laid)
 
 
 @check(4)
 def rows_and_vocabulary_with_extra():
     """On a 2-D mesh, the rows are split over one dimension, and both parts of the head by vocabulary over the other."""
-    case, mesh = BY_NAME["weighted_nll"], mesh_of("dp", "tp")
-    inputs, tp = drawn(case), mesh["tp"]
-
-    def split(t):
-        """The data-parallel ranks have equal heads and different rows, and their gradients are summed."""
-        whole = shard(t, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
-        return shard(whole, tp, Shard(0))
-
-    for u_layout in ((Shard(0), Replicate()), None):
-        assert_parity(
-            lambda h, w, b, u, second, q=u_layout: call(
-                case, inputs, shard(h, mesh, Shard(0), Replicate()), split(w), split(b),
-                (u if q is None else shard(u, mesh, *q), split(second)), backend="torch",
-            ),
-            plain(case, inputs),
-            draw(case),
-        )  # fmt: skip
+    mesh = mesh_of("dp", "tp")
+    rows = over(mesh, Shard(0), Replicate())
+    for u_laid in (rows, as_it_is):
+        extra_parity("weighted_nll", rows, functools.partial(summed_over_rows, mesh), u_laid)
 
 
 @check(2)

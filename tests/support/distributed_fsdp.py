@@ -24,7 +24,6 @@ from tests.support.distributed_checks import (
     Model,
     Sent,
     V,
-    all_close,
     check,
     close,
     mesh_of,
@@ -34,7 +33,6 @@ from tests.support.distributed_checks import (
     shard,
 )
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error
-from tests.support.statistics import EVERY_FLAG, differentiable
 
 FEW = ("hybrid", "MTP")  # two losses of one forward, and several calls of the head; every loss runs in three setups
 
@@ -178,7 +176,7 @@ def fsdp_logits(name):
         compare(name, logits_setup(setup), form="logits")
 
 
-@check(2, name=FEW)
+@check(2, name=(*FEW, "row_stats"))
 def fsdp_chunks_and_columns(name):
     """A call has several chunks; a head is split by hidden size."""
     compare(name, own_unit, call={"chunk_size": 3})
@@ -315,34 +313,6 @@ def fsdp_gradient_divide_factor_outlives_the_parameters(how):
             return run
 
         compare("mdlm, counted", replaced, factor=1)
-
-
-@check(2, trains=(True, False))
-def fsdp_row_statistics(trains):
-    """A sharded head is gathered once each way.
-
-    The gradient reaches the shards, averaged over ranks, in every chunk.
-    """
-    mesh = mesh_of("dp")
-    hidden, ids = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L, 2))
-    whole, mix = torch.randn(V, D).double(), (torch.rand(B, L).double(), torch.rand(B, L).double())
-    here = torch.chunk(torch.arange(B), mesh.size())[mesh.get_local_rank()]
-    results = []
-    for rows, head in ((slice(None), whole.clone()), (here, distribute_tensor(whole, mesh, [Shard(0)]))):
-        head = nn.Parameter(head, requires_grad=trains)
-        h = hidden.clone().requires_grad_()
-        options = EVERY_FLAG | {"chunk_size": 5}
-        out = ops.linear_row_stats(h[rows], head, ids[rows], mix=tuple(t[rows] for t in mix), **options)
-        sum(t.square().sum() for t in differentiable(out)).backward()
-        results.append((out, h.grad, head.grad))
-    (expected, expected_h, expected_w), (got, got_h, got_w) = results
-    all_close(got, [t[here] for t in expected])
-    close(got_h[here], expected_h[here])
-    if not trains:
-        assert got_w is None
-        return
-    assert got_w.placements == (Shard(0),)
-    close(mesh.size() * got_w.full_tensor(), expected_w)
 
 
 @check(2)

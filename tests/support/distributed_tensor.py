@@ -1,5 +1,6 @@
 """Checks of tensor parallelism: split vocabularies, in logits and in heads."""
 
+import functools
 import itertools
 import math
 
@@ -32,6 +33,7 @@ from tests.support.distributed_checks import (
     shard,
     upstream,
 )
+from tests.support.distributed_layouts import as_it_is, over, summed_over_rows
 from tests.support.parity import assert_parity
 from tests.support.statistics import EVERY_FLAG, FLAGS, differentiable
 
@@ -41,15 +43,6 @@ CHUNKED = tuple(zip(DTYPES, (5, None, 5, None), strict=True))
 FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id", "policy")
 EVERY_OUTPUT = {"with_correct": True, "with_ids": True, "with_lse": True}
 FEWEST = ("row_stats", "hybrid, one tensor", "token_nll, softcap scale skip_id")  # on four ranks
-
-
-def over(mesh, *placements):
-    """Return a function that distributes a tensor over the mesh."""
-    return lambda t: shard(t, mesh, *placements)
-
-
-def as_it_is(t):
-    return t
 
 
 def logits_parity(case, inputs, laid, dtype=torch.float64, columns=V, rows=B, **options):
@@ -230,13 +223,7 @@ def rows_of_hidden_and_vocabulary(name):
     """On a 2-D mesh, hidden states are split over one dimension, and the head by vocabulary over the other alone."""
     case, inputs, mesh = set_up(name, "dp", "tp")
     rows = over(mesh, Shard(0), Replicate())
-
-    def summed(w):
-        """The data-parallel ranks have equal heads and different rows, and their gradients are summed."""
-        whole = shard(w, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
-        return shard(whole, mesh["tp"], Shard(0))
-
-    hidden_parity(case, inputs, rows, summed)
+    hidden_parity(case, inputs, rows, functools.partial(summed_over_rows, mesh))
     # On the whole mesh, like the hidden states: FSDP2 is not involved, and the gradients are summed.
     hidden_parity(case, inputs, rows, over(mesh, Replicate(), Shard(0)))
 
@@ -620,28 +607,20 @@ def dflash_accuracy():
 
 @check(2)
 def mtp_with_a_split_head():
-    """Two depths with packing, from hidden states with a split head and from split logits."""
+    """Two depths with packing, each with its own loss; ``tp_mtp`` has their sum, and split logits."""
     mesh = mesh_of("tp")
     labels, seq_idx = torch.randint(0, V, (B, L)), (torch.arange(L) // 4).expand(B, L)
     h, w = [torch.randn(B, L, D).double() for _ in range(2)], torch.randn(V, D).double()
-    for return_per_depth in (False, True):
-        values = []
-        for head in (w, shard(w, mesh, Shard(0)).detach()):
-            leaves, head = [t.clone().requires_grad_() for t in h], head.clone().requires_grad_()
-            out = ours.calculate_mtp_loss(
-                ours.FusedLinearCrossEntropy(), mtp_per_depth_h=leaves, labels=labels, model=torch.nn.Module(),
-                lm_weight=head, seq_idx=seq_idx, num_label_tokens=9, return_per_depth=return_per_depth,
-            )  # fmt: skip
-            loss = out.loss if return_per_depth else out
-            loss.backward()
-            values.append((loss.detach(), *(t.grad for t in leaves), head.grad))
-        all_close(values[1], values[0])
-    logits = [torch.randn(B, L, V).double() for _ in range(2)]
-    common = {"labels": labels, "model": torch.nn.Module(), "seq_idx": seq_idx}
-    loss_fn = ours.MaskedCrossEntropy()
-    expected = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=logits, **common)
-    split = [shard(x, mesh, Shard(2)) for x in logits]
-    close(ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=split, **common), expected)
+    values = []
+    for head in (w, shard(w, mesh, Shard(0)).detach()):
+        leaves, head = [t.clone().requires_grad_() for t in h], head.clone().requires_grad_()
+        out = ours.calculate_mtp_loss(
+            ours.FusedLinearCrossEntropy(), mtp_per_depth_h=leaves, labels=labels, model=torch.nn.Module(),
+            lm_weight=head, seq_idx=seq_idx, num_label_tokens=9, return_per_depth=True,
+        )  # fmt: skip
+        out.loss.backward()
+        values.append((out.loss.detach(), *(t.grad for t in leaves), head.grad))
+    all_close(values[1], values[0])
 
 
 @check(2)

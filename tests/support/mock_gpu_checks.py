@@ -34,7 +34,7 @@ from tests.ops.test_host_syncs import CASES as WITH_SYNCS
 from tests.ops.test_host_syncs import check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
-from tests.support.op_cases import FIRST_OPS, OF_EVERY_KIND
+from tests.support.op_cases import FIRST_OPS, OF_EVERY_KIND, Rows
 from tests.support.routines import ROUTINES, batch
 from tests.support.statistics import FLAGS, differentiable
 from tools import inspect_kernels, launches
@@ -503,48 +503,23 @@ def beginning_at(begin, make, *shape, **options):
     return make(math.prod(shape) + begin, **options)[begin:].view(shape)
 
 
-def call_on_logits(V, begin):
-    """Call each op on logits, forward and backward; all per-row tensors begin at element ``begin`` of their memory."""
-    logits = torch.empty(2, 256, V, dtype=torch.bfloat16, requires_grad=True)
+def call_ops(kind, rows, begin, V=32000, **options):
+    """Call each op on logits of a kind, forward and backward; per-row tensors begin at this element of their memory."""
     given = functools.partial(beginning_at, begin)
-    targets, weights = given(torch.zeros, 2, 256, dtype=torch.int64), given(torch.rand, 2, 256)
-    ids, mix = given(torch.zeros, 2, 256, 3, dtype=torch.int64), (given(torch.rand, 2, 256), given(torch.rand, 2, 256))
-    loss = ops.weighted_nll(logits, targets, weights, with_correct=True, with_ids=True).loss
-    torch.autograd.grad(loss, logits, given(torch.ones))
-    torch.autograd.grad(ops.token_nll(logits, targets).nll, logits, given(torch.rand, 2, 256))
-    for i in (ids, targets):
-        stats = differentiable(ops.row_stats(logits, i, **FLAGS, mix=mix, with_ids=True))
-        torch.autograd.grad(stats, logits, [given(torch.rand, *t.shape) for t in stats])
-    for kind in ({"kl": 1.0, "ce": 1.0}, "l1"):
-        options = {"targets": targets} if checked_spec(kind).wants_targets else {}
-        loss = ops.divergence(logits, logits.detach(), weights, kind=kind, teacher_rows=targets, **options).loss
-        torch.autograd.grad(loss, logits, given(torch.ones))
-
-
-def call_on_hidden_states(rows, begin, **options):
-    """Call each op on hidden states and a head, in the same way as ``call_on_logits``."""
-    hidden = torch.empty(rows, 512, dtype=torch.bfloat16, requires_grad=True)
-    head = torch.empty(32000, 512, dtype=torch.bfloat16, requires_grad=True)
-    given = functools.partial(beginning_at, begin)
-    targets, weights = given(torch.zeros, rows, dtype=torch.int64), given(torch.rand, rows)
-    ids, mix = given(torch.zeros, rows, 3, dtype=torch.int64), (given(torch.rand, rows), given(torch.rand, rows))
-    losses = [
-        ops.weighted_linear_nll(hidden, head, targets, weights, **options).loss,
-        ops.linear_divergence(hidden, head, hidden.detach(), weights, **options).loss,
-    ]
-    for loss in losses:
-        torch.autograd.grad(loss, hidden, given(torch.ones))
-    nll = ops.linear_token_nll(hidden, head, targets, active=weights != 0, **options).nll
-    torch.autograd.grad(nll, hidden, given(torch.rand, rows))
-    stats = differentiable(ops.linear_row_stats(hidden, head, ids, **FLAGS, mix=mix, active=weights != 0, **options))
-    torch.autograd.grad(stats, hidden, [given(torch.rand, *t.shape) for t in stats])
+    r = Rows(*(given(torch.zeros, *rows, dtype=d) for d in (torch.int64, torch.bool, torch.float32, torch.float32)))
+    for case in (case for case in FIRST_OPS if kind in case.kinds):
+        leaf = torch.empty(*rows, V if kind == "stored" else 512, dtype=torch.bfloat16, requires_grad=True)
+        head = torch.empty(V, 512, dtype=torch.bfloat16, requires_grad=True)
+        values = case.values(case(leaf if kind == "stored" else ops.LinearLogits(leaf, head, **options), r))
+        if values:
+            torch.autograd.grad(values, leaf, [given(torch.rand, *t.shape) for t in values])
 
 
 @check
 @on_each("sm_90", "gfx942")
 def capture_from_logits_needs_no_new_kernel(gpu):
     for columns in (32000, V):  # rows are whole, or split over programs
-        needs_nothing_new(gpu, *(functools.partial(call_on_logits, columns, begin) for begin in range(3)))
+        needs_nothing_new(gpu, *(functools.partial(call_ops, "stored", (2, 256), n, columns) for n in range(3)))
 
 
 @check
@@ -558,7 +533,7 @@ def capture_of_corruption_needs_no_new_kernel(gpu):
 @check
 @on_each("sm_90", "gfx942")
 def capture_from_hidden_states_needs_no_new_kernel(gpu):
-    needs_nothing_new(gpu, *(functools.partial(call_on_hidden_states, 8192, begin) for begin in range(3)))
+    needs_nothing_new(gpu, *(functools.partial(call_ops, "head", (8192,), begin) for begin in range(3)))
 
 
 @check
@@ -566,9 +541,7 @@ def capture_from_hidden_states_needs_no_new_kernel(gpu):
 def capture_in_odd_chunks_needs_no_new_kernel(gpu):
     """The warm-up projects only the active rows, in one chunk. Under capture, all rows need a second chunk."""
     gpu.active_share = 0.25
-    needs_nothing_new(
-        gpu, *(functools.partial(call_on_hidden_states, 1024, begin, chunk_size=1001) for begin in range(3))
-    )
+    needs_nothing_new(gpu, *(functools.partial(call_ops, "head", (1024,), n, chunk_size=1001) for n in range(3)))
 
 
 @check

@@ -7,7 +7,7 @@ and errors run over these cases. Nothing else in the tests lists the routines.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,14 @@ from dllm_kernels import corruption
 from tests.support.uniforms import draws
 
 MASK, V = 126_336, 126_464
+# The row of the results that are worked out by hand. Its draws, rounded:
+#   level of each part                  0.587689  0.232711
+#   coin of each position               0.988   0.693   0.144   0.338   0.441   0.631   0.524   0.831
+#   coin, if tokens are drawn           0.693   0.338   0.631   0.831   0.428   0.979   0.542   0.135
+#   index of a token over their number  0.621   0.342   0.774   0.509   0.003   0.457   0.042   0.360
+#   Gumbel noise of the coin            4.415   1.004  -0.661  -0.081   0.199   0.777   0.438   1.683
+HAND_SEED, HAND_MASK, HAND_V = 1273, 3, 10
+HAND_IDS, HAND_LOSS_MASK = [0, 1, 2, 4, 5, 6, 7, HAND_MASK], [1, 1, 1, 1, 0, 1, 1, 1]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -54,6 +62,7 @@ class RoutineCase:
             corrupted by itself.
         of_supervised: whether the number is a share of the supervised positions, not of all of them.
         one_launch: whether a call on a GPU is one kernel launch and nothing else.
+        examples: results that were worked out by hand, see ``by_hand``; at least one per routine.
         stored: noise of 32 positions under the seed 12345 as hexadecimal bits, the first position highest. Frozen: a
             change breaks every run that stored a seed.
         tokens: values of ``mask_token_id`` and ``vocab_size``, for routines with these arguments.
@@ -67,6 +76,7 @@ class RoutineCase:
     number: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     of_supervised: bool = False
     one_launch: bool = True
+    examples: tuple["Example", ...] = ()
     stored: str = ""
     tokens: Mapping[str, int] = field(default_factory=lambda: {"mask_token_id": MASK, "vocab_size": V})
 
@@ -113,6 +123,13 @@ class RoutineCase:
         if "tokens" in names:
             of["tokens"] = drawn.token(given["vocab_size"] - 2 * ("mask_token_id" in names))
         return three(function(ids, mask, **given, **{name: t for name, t in of.items() if name in names}))
+
+    def of_example(self, example):
+        """Return the case with the arguments of an example."""
+        tensors = {name: torch.tensor([value]) for name, value in example.given.items() if isinstance(value, list)}
+        options = {name: value for name, value in example.given.items() if name not in tensors}
+        inputs, tokens = lambda ids: self.inputs(ids) | tensors, {"mask_token_id": HAND_MASK, "vocab_size": HAND_V}
+        return replace(self, options={**self.options, **options}, inputs=inputs, tokens=tokens)
 
     def columns(self, L):
         """Return the number of levels of a row: one, or one per block, or one per possible segment."""
@@ -173,6 +190,25 @@ def documents(ids):
     return {"segment_ids": (ids // 7 + 1) % 5 - 1}
 
 
+class Example(NamedTuple):
+    """New token of each corrupted position of ``HAND_IDS``, ``p_mask``, and arguments besides those of the case."""
+
+    changed: dict[int, int]
+    p: float | list[float]
+    given: dict[str, Any]
+
+
+def by_hand(changed, p, **given):
+    """Return an example; ``changed`` may list positions that become MASK, tensors are lists of the values of a row."""
+    return Example(changed if isinstance(changed, dict) else dict.fromkeys(changed, HAND_MASK), p, given)
+
+
+def row_by_hand(dtype, mask_dtype):
+    """Return ids, mask and seeds of the examples."""
+    ids, mask = torch.tensor([HAND_IDS], dtype=dtype), torch.tensor([HAND_LOSS_MASK], dtype=mask_dtype)
+    return ids, mask, torch.tensor([HAND_SEED])
+
+
 def rounded(at_least):
     """Return the function of the number of positions that is a rounded share, with this minimum in a part."""
     return lambda levels, sizes: torch.minimum((levels * sizes).round().long().clamp(min=at_least(levels)), sizes)
@@ -199,38 +235,95 @@ def mix_rate(given):
     return given["mask_prob"].reshape(-1, 1) + given["uniform_prob"].reshape(-1, 1)
 
 
-def stored(noise, case, **changed):
-    return replace(case, stored=noise, **changed)
+def stored(noise, case, *examples, **changed):
+    return replace(case, stored=noise, examples=examples, **changed)
 
 
 ROUTINES = {
-    "uniform": stored("ffedbfff", uniform()),
-    "uniform, block 7": stored("fe093dc0", uniform(block_size=7)),
-    "sequence": stored("bff7d3bf", blockwise()),
+    "uniform": stored("ffedbfff", uniform(), by_hand([2, 3, 5, 6], 0.670151, eps=0.2)),
+    "uniform, block 7": stored(
+        "fe093dc0",
+        uniform(block_size=7),
+        by_hand([1, 2, 3, 6], [0.752614] * 5 + [0.539627] * 3, eps=0.4, block_size=5),
+    ),
+    "sequence": stored(
+        "bff7d3bf",
+        blockwise(),
+        by_hand([0, 1, 5, 6, 7], 0.670151, eps=0.2),  # round(0.67 * 8) = 5
+        by_hand([0, 1, 5, 6, 7], 0.75, level=[0.75]),  # 6, one of which is not supervised
+        by_hand([0], 0.0, level=[0.0]),  # at least 1
+        # The last position gains 7 * 7/8 ln 2 / (8 ratio), and lacks 4.415 - 1.683 = 2.731: the ratio is 0.1943.
+        by_hand([7], 0.125, level=[0.125], half_life_ratio=0.194),
+        by_hand([0], 0.125, level=[0.125], half_life_ratio=0.195),
+    ),
     "block 1": stored("8650be54", blockwise(1)),
-    "block 5": stored("b852407d", blockwise(5)),
-    "block 32": stored("bff7d3bf", blockwise(32)),
+    "block 5": stored(
+        "b852407d",
+        blockwise(5),
+        by_hand([0, 1, 7], [0.670151] * 5 + [0.386169] * 3, eps=0.2),  # 3, one of which is not supervised, and 1 of 3
+        by_hand([5, 6, 7], [0.0] * 5 + [1.0] * 3, level=[0.0, 1.0]),
+    ),
+    "block 32": stored(
+        "bff7d3bf",
+        blockwise(32),
+        by_hand([7], 0.125, level=[0.125], half_life_ratio=0.0485),  # as in "sequence", with 32 instead of 8
+        by_hand([0], 0.125, level=[0.125], half_life_ratio=0.0487),
+    ),
     "steep": stored("3f010f03", blockwise(8, eps=0.0, half_life_ratio=1e-3)),
-    "tokens": stored("fb7ffff7", tokens()),
+    "tokens": stored("fb7ffff7", tokens(), by_hand({1: 3, 6: 0, 7: 3}, 1.0)),
     "tokens, block 1": stored("877bbfc4", tokens(1)),
-    "tokens, block 6": stored("f93fcd83", tokens(6, eps=0.2)),
-    "exact": stored("bff7d3bf", uniform(exact=True)),
-    "levels": stored("40292fe7", uniform(row_levels)),
+    "tokens, block 6": stored("f93fcd83", tokens(6, eps=0.2), by_hand({1: 3, 2: 7, 7: 3}, 1.0, block_size=5)),
+    "exact": stored("bff7d3bf", uniform(exact=True), by_hand([0, 1, 5, 6, 7], 0.670151, eps=0.2)),
+    # A level that is equal to the coin of position 6: the coin is not below it. So are a level of "token levels" and a
+    # probability of "mix".
+    "levels": stored("40292fe7", uniform(row_levels), by_hand([2, 3], 0.524474, level=[0.5244737267494202], eps=0.9)),
     "levels, block 6": stored("43afece7", uniform(block_levels, block_size=6)),
-    "exact levels": stored("b656c018", uniform(row_levels, exact=True)),
+    "exact levels": stored(
+        "b656c018",
+        uniform(row_levels, exact=True),
+        by_hand([], 0.0, level=[0.0]),
+        by_hand([0], 0.01, level=[0.01]),  # at least 1
+        by_hand([0, 1, 5, 7], 0.5, level=[0.5]),  # round(0.5 * 7) = 4
+    ),
     "sequence levels": stored("1656501b", blockwise(None, row_levels)),
     "block levels": stored("16dfc11f", blockwise(6, block_levels)),
-    "token levels": stored("837fc1c7", tokens(6, block_levels)),
-    "mix": stored("917bddc7", RoutineCase("corrupt_mix", inputs=mix_probabilities, rate=mix_rate)),
-    "all masked": RoutineCase("corrupt_all_masked", stored="ffffffff"),
-    "segments": stored("c02daca5", uniform(documents), one_launch=False),
+    "token levels": stored(
+        "837fc1c7",
+        tokens(6, block_levels),
+        by_hand({1: 3, 7: 3}, [0.34] * 5 + [0.541585] * 3, block_size=5, level=[0.34, 0.5415850281715393], eps=0.9),
+    ),
+    "mix": stored(
+        "917bddc7",
+        RoutineCase("corrupt_mix", inputs=mix_probabilities, rate=mix_rate),
+        by_hand({1: HAND_MASK, 2: 8, 6: 0, 7: HAND_MASK}, 1.0, mask_prob=[0.34], uniform_prob=[0.3]),
+        # Position 7 would become another token, but its clean token is MASK.
+        by_hand({1: 4}, 1.0, mask_prob=[0.13543826341629028], uniform_prob=[0.3]),
+    ),
+    "all masked": stored("ffffffff", RoutineCase("corrupt_all_masked"), by_hand([0, 1, 2, 3, 5, 6, 7], 1.0)),
+    "segments": stored(
+        "c02daca5",
+        uniform(documents),
+        by_hand(
+            [1, 2, 3, 5, 6],
+            [1.0, 0.752614, 0.752614, 0.539627, 0.539627, 0.752614, 0.539627, 0.539627],
+            eps=0.4,
+            segment_ids=[-1, 7, 7, 0, 0, 7, 0, 0],
+        ),
+        one_launch=False,
+    ),
     "segment levels": stored(
-        "69292d25", uniform(lambda ids: documents(ids) | {"level": make_levels(ids, 1)}), one_launch=False
+        "69292d25",
+        uniform(lambda ids: documents(ids) | {"level": make_levels(ids, 1)}),
+        by_hand(
+            [2, 5, 7],
+            [1.0, 0.5, 0.5, 0.0, 0.5, 1.0, 0.5, 1.0],
+            segment_ids=[-1, 9, 9, 4, 9, 5, 9, 5],
+            level=[0.5, 0.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.25],
+        ),
+        one_launch=False,
     ),
 }
 FIRSTS = {case.routine: case for case in reversed(ROUTINES.values())}  # the first case of each routine
-# Enough for tests whose result does not depend on the block size.
-FEW = {name: ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")}
 ENDS = {
     "levels of 0 and 1": lambda ids: {"level": (torch.arange(len(ids)) % 2).float()},
     "a level near 0": lambda ids: {"level": torch.full((len(ids),), 0.01)},
