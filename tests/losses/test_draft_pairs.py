@@ -233,7 +233,6 @@ DFLASH_CASES = pairs(DFLASH, excluded)
 DISTILLED_CASES = pairs(DISTILLED, excluded)
 
 
-@pytest.mark.everyday(20)
 @pytest.mark.parametrize("number", range(len(DFLASH_CASES)))
 def test_dflash(number):
     case = DFLASH_CASES[number]
@@ -270,7 +269,6 @@ KINDS = {
 }
 
 
-@pytest.mark.everyday(20)
 @pytest.mark.parametrize("number", range(len(DISTILLED_CASES)))
 def test_distillation(number):
     case = DISTILLED_CASES[number]
