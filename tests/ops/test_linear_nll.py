@@ -142,16 +142,6 @@ def test_num_active_as_an_upper_bound(extra, path):
     )
 
 
-def test_num_active_of_zero_without_an_active_row(path):
-    (hidden, weight, _), targets, weights = inputs()
-    got = value_and_grads(
-        lambda h, w: weighted_linear_nll(h, w, targets, 0 * weights, num_active=0, backend=path).loss,
-        [hidden, weight],
-        torch.tensor(1.0),
-    )
-    assert all(t.eq(0).all() for t in got)
-
-
 def test_one_head_used_twice_in_a_graph(path):
     leaves, targets, weights = inputs()
 
