@@ -123,25 +123,6 @@ def test_work_independent_of_the_number_of_active_rows_runs_before_the_sync():
     assert ("ones", (N,)) not in after
 
 
-@pytest.mark.everyday(3)
-@pytest.mark.parametrize("extra", [0, 1, None], ids=["exact", "one more", "all rows"])
-def test_num_active_as_an_upper_bound(extra, path):
-    leaves, targets, weights = inputs()
-    weights[-1] = 0
-    leaves[0][weights == 0] = NAN
-    count = int(((weights != 0) & (targets != -100)).sum())
-    bound = targets.numel() if extra is None else count + extra
-    leaves[0][targets == -100] = NAN
-    options = {"num_active": bound, "chunk_size": 4, "backend": path}
-    assert_close_with_grads(loss_of(targets, weights, **options), oracle(targets, weights), leaves, torch.tensor(1.0))
-    assert_close_with_grads(
-        nll_of(targets, active=weights != 0, **options),
-        token_oracle(targets, weights),
-        leaves,
-        torch.randn(9, device=DEVICE),
-    )
-
-
 def test_one_head_used_twice_in_a_graph(path):
     leaves, targets, weights = inputs()
 
