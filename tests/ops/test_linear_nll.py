@@ -44,16 +44,8 @@ def loss_of(targets, weights, **options):
     return lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, **options).loss
 
 
-def nll_of(targets, **options):
-    return lambda h, w, b: linear_token_nll(h, w, targets, bias=b, **options).nll
-
-
 def oracle(targets, weights):
     return lambda h, w, b: reference.weighted_linear_nll(h, w, targets, weights, b)
-
-
-def token_oracle(targets, active=None):
-    return lambda h, w, b: reference.linear_token_nll(h, w, targets, b, active=active)
 
 
 @pytest.mark.covering(1, most=1)
