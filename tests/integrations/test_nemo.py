@@ -27,7 +27,7 @@ from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from tests.conftest import every_time
 from tests.support import nemo_lora
-from tests.support.hosts import assert_patched_once, defined_in, found
+from tests.support.hosts import assert_patched_once, attributes_of, defined_in, found
 from tests.support.pairs import pairs
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
@@ -56,10 +56,7 @@ def patched(strategy):
     return integration.patch()
 
 
-def host_attributes():
-    """Return every attribute of every loaded module of the host."""
-    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "nemo_automodel"}
-    return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
+host_attributes = functools.partial(attributes_of, "nemo_automodel")
 
 
 def assert_identical(before, after):

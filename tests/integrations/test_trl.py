@@ -21,7 +21,7 @@ from dllm_kernels.integrations import trl as integration
 from dllm_kernels.integrations.transformers import loss_in_head
 from tests.integrations.test_trl_pairs import PAD, Loop, Model, Trainer, batch
 from tests.support.generation import MASK, D, N, V
-from tests.support.hosts import assert_patched_once, defined_in
+from tests.support.hosts import assert_patched_once, attributes_of, defined_in
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 
 H = D
@@ -49,10 +49,7 @@ def host(monkeypatch):
 # Replacing and restoring ----------------------------------------------------------------------------------------------
 
 
-def host_attributes():
-    """Return every attribute of every loaded module of the host."""
-    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "trl" and isinstance(m, types.ModuleType)}
-    return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
+host_attributes = functools.partial(attributes_of, "trl")
 
 
 PLACES = {
