@@ -479,27 +479,6 @@ def test_token_ids_of_any_integer_dtype(ids_dtype):
     assert got == expected
 
 
-@forms
-def test_draft_accuracy_counts(form, backend):
-    h, w = torch.randn(3, 9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    x = F.linear(h, w)
-    y = torch.where(torch.rand(3, 9, device=DEVICE) < 0.5, x.argmax(-1), torch.randint(0, V, (3, 9), device=DEVICE))
-    y[0, 0] = -100
-    mask = torch.rand(3, 9, device=DEVICE) * (torch.rand(3, 9, device=DEVICE) < 0.7)
-    loss = DFlashDecayLoss(chunk_size=4, backend=backend)
-    out = (
-        loss(x, y, mask, block_size=BLOCK) if form == "logits" else loss.forward_fused(h, w, y, mask, block_size=BLOCK)
-    )
-    hits, count = reference.draft_accuracy_per_position(reference.argmax_match(x, y, active=mask), mask, BLOCK)
-    torch.testing.assert_close(out.draft_correct_per_pos, hits)
-    torch.testing.assert_close(out.draft_count_per_pos, count)
-    assert out.draft_correct_per_pos.dtype == out.draft_count_per_pos.dtype == torch.float32
-    metrics = draft_accuracy(out)
-    assert list(metrics) == ["draft_acc", "draft_acc_k1", "draft_acc_k2", "draft_acc_k3"]
-    torch.testing.assert_close(metrics["draft_acc"], hits.sum() / count.sum())
-    torch.testing.assert_close(metrics["draft_acc_k2"], hits[1] / count[1])
-
-
 def test_a_block_that_begins_with_a_hole():
     """It accepts nothing and does not count, unless the hole is the row of an anchor that predicts nothing."""
     rates, mask = torch.tensor([[0.5, 0.5, math.nan]], device=DEVICE), torch.tensor([[0, 1, 0]], device=DEVICE)

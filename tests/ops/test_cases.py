@@ -13,16 +13,24 @@ from tests.support.inputs import Source
 from tests.support.memory import without_garbage_collection
 from tests.support.op_cases import DIFFERENTIABLE, FIRST_OPS, OF_EVERY_KIND, OP_CASES, Rows, name_of, results
 
-of_every_kind = pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
+# With the ops that take no logits.
+ALL = [*OF_EVERY_KIND, *((None, case) for case in OP_CASES if not case.kinds)]
+of_every_kind = pytest.mark.parametrize(("kind", "case"), ALL, ids=name_of)
 
 
 def drawn(kind, *, active=True):
     """Return leaves, which are NaN if no row is active, and rows."""
-    leaves, r = Source(kind).leaves((2, 3), 11), Rows.drawn(2, 3, V=11, device=DEVICE)
+    r = Rows.drawn(2, 3, V=11, device=DEVICE)
+    leaves = Source(kind).leaves((2, 3), 11) if kind else [r.positive]
     if not active:
         leaves[0].fill_(torch.nan)
         r = Rows.of(r.ids, r.mask & False, r.positive)
     return [leaf.requires_grad_() for leaf in leaves], r
+
+
+def called(kind, case, leaves, r, **options):
+    x = Source(kind).argument(*leaves) if kind else None
+    return case(x, r, **case.accepted(**options))
 
 
 def test_every_op_has_a_case():
@@ -42,7 +50,7 @@ def test_every_file_of_an_op_has_tests_of_its_own():
 @of_every_kind
 def test_the_results_that_a_case_names_are_differentiable(kind, case):
     leaves, r = drawn(kind)
-    out = results(case(Source(kind).argument(*leaves), r))
+    out = results(called(kind, case, leaves, r))
     assert {name for name, t in out.items() if t.requires_grad} == set(case.differentiable)
 
 
@@ -58,7 +66,7 @@ def test_inputs_are_not_modified(kind, case, backend):
     leaves, r = drawn(kind)
     tensors = [*leaves, *r]
     before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
-    out = case(Source(kind).argument(*leaves), r, backend=backend)
+    out = called(kind, case, leaves, r, backend=backend)
     if case.differentiable:
         torch.autograd.grad([t.sum() for t in case.values(out)], leaves)
     assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
@@ -67,7 +75,7 @@ def test_inputs_are_not_modified(kind, case, backend):
 
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("with_grad", [False, True])
-@of_every_kind
+@pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
 def test_inputs_are_freed(kind, case, with_grad, backend):
     with without_garbage_collection():
         leaves, r = drawn(kind)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
@@ -113,23 +112,6 @@ def test_work_independent_of_the_number_of_active_rows_runs_before_the_sync():
     )
     assert ("ones", (N,)) in before
     assert ("ones", (N,)) not in after
-
-
-def test_one_head_used_twice_in_a_graph(path):
-    leaves, targets, weights = inputs()
-
-    ours, plain = (
-        lambda h, w, b, f=f: f(h, w, b) + 0.5 * f(2 * h, w, b)
-        for f in (loss_of(targets, weights, backend=path), oracle(targets, weights))
-    )
-    assert_close_with_grads(ours, plain, leaves, torch.tensor(1.3))
-
-
-def test_bitwise_the_same_twice(path):
-    leaves, targets, weights = inputs()
-    function = loss_of(targets, weights, chunk_size=4, backend=path)
-    runs = [value_and_grads(function, leaves, torch.tensor(0.7)) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.everyday(2)
@@ -254,20 +236,6 @@ def test_autocast_does_not_cast_float64(backend):
             weighted_linear_nll(leaves[0].float(), leaves[1], targets, weights)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
-
-
-def test_backward_after_autocast_has_ended(backend):
-    _, targets, _ = inputs()
-
-    def ours(h, w):
-        with torch.autocast(DEVICE, torch.float16):
-            return linear_token_nll(h, w, targets, backend=backend).nll
-
-    def plain(h, w):
-        with torch.autocast(DEVICE, torch.float16):
-            return reference.token_nll(F.linear(h, w), targets)
-
-    assert_parity(ours, plain, lambda seed: (inputs(seed=seed)[0][:2], torch.ones(9, device=DEVICE)))
 
 
 def test_an_infinite_bias_bans_a_token(path):
