@@ -173,10 +173,11 @@ def test_pairs_of_scores(number):
     plain = copy.deepcopy(model)
     plain.checkpoint, plain.output, model.shift = None, OUTPUTS["unchanged"], int(chosen["shift"])
     name, num, prompt_prob = chosen["scheme"]
-    wide = {k: v for k, v in chosen["options"].items() if k == "logits_dtype"}
+    given = {k: v for k, v in chosen["options"].items() if k == "logits_dtype"}
+    given |= {"shift": True} if chosen["shift"] else {}  # otherwise, the default
     trainer = Trainer(
         mask_token_id=MASK, scheme=name, num=num, prompt_prob=prompt_prob, iteration=chosen["iteration"],
-        shift=chosen["shift"], autocast=chosen["autocast"], **wide,
+        autocast=chosen["autocast"], **given,
     )  # fmt: skip
     trainer.temperature = chosen["temperature"]
     trainer.args.cast_lm_head_to_fp32 = "cast_lm_head_to_fp32" in chosen["options"]
@@ -264,7 +265,8 @@ def test_pairs_of_rollouts(number):
         **chosen["plan"], **chosen["choice"], "cfg_scale": chosen["cfg_scale"], "infill": chosen["prompts"] == "holes",
         "delay_eos": "delayed" in chosen["eos"],
     }  # fmt: skip
-    given = {name: chosen[name] for name in ("temperature", "suppress_ids", "shift", "length", "with_logprobs")}
+    names = "temperature", "suppress_ids", "shift", "length", "with_logprobs"
+    given = {name: chosen[name] for name in names if not any(chosen[name] is default for default in (None, False))}
     rollout = integration.diffusion_rollout(MASK, **options, **given)
     torch.manual_seed(3)
     with surrounding(chosen["around"]):
