@@ -70,7 +70,7 @@ JUDGES = (
     ("backends/triton/divergence.py", "divergence_kernel"),
     ("distributed/*", "distributed head -k 'two_processes or four_processes or without_a_process_group or divided'"),
     ("rows/_rest.py", "topk_divergence -k 'not triton'"),
-    ("*divergence*", "divergence"),
+    ("*divergence*", "divergence cases"),
     ("backends/triton/row_weights.py", "row_weights losses -k 'triton or kernel'"),
     ("backends/triton/row_stats.py", "row_stats row_objective soft_embedding -k triton"),
     ("backends/triton/_*", "row_kernels token_nll linear_nll row_stats transform -k 'kernel or triton'"),
@@ -84,7 +84,7 @@ JUDGES = (
     ("integrations/nemo*", "nemo nemo_lora"),
     ("integrations/_hosts.py", "nemo nemo_noise speculators"),
     ("integrations/speculators.py", "speculators"),
-    ("integrations/trl.py", "trl"),
+    ("integrations/trl.py", "trl trl_pairs"),
     ("integrations/_attention.py", "integrations transformers -k 'every_token or causal or trace or mixes'"),
     ("integrations/transformers*", "integrations transformers"),
     ("collate.py", "flags collate"),
@@ -95,12 +95,12 @@ JUDGES = (
     ("corruption/_rules.py", "corruption corruption_levels corruption_compile"),
     ("corruption/_seeds.py", "sources corruption default_device"),
     ("*corrupt*", "flags sources mask_values corruption padding corruption_levels corruption_statistics gumbel_topk"),
-    ("losses/draft_distillation.py", "draft_distillation losses any_bad_argument -k 'not triton'"),
+    ("losses/draft_distillation.py", "draft_distillation draft_pairs errors losses any_bad_argument -k 'not triton'"),
     ("losses/draft_sampling.py", "draft_sampling draft_blocks any_bad_argument losses"),
     (
         "losses/*",
-        "flags mask_values target_range errors api reduction losses draft_distillation draft_blocks laws packed"
-        " any_bad_argument",
+        "flags mask_values target_range errors api reduction losses draft_distillation draft_blocks draft_pairs"
+        " laws packed any_bad_argument",
     ),
     ("_graph/_changing.py", "compile corruption_compile"),
     ("_graph/_custom_ops.py", "graph compile corruption_compile"),
@@ -110,14 +110,14 @@ JUDGES = (
     ("head/_module.py", "head losses"),
     ("head/_parameters.py", "mtp"),
     ("ops/token_log_probs.py", "errors token_log_probs"),
-    ("backends/torch/_nll.py", "token_nll linear_nll backends -k 'not triton'"),
+    ("backends/torch/_nll.py", "token_nll linear_nll backends cases -k 'not triton'"),
     ("backends/torch/_blocks.py", "backends losses token_nll row_stats -k 'not triton'"),
     ("rows/_chain_rule.py", "token_nll row_stats soft_embedding -k 'not triton'"),
-    ("*_stats.py", "flags errors row_stats token_log_probs row_objective soft_embedding -k 'not triton'"),
-    ("rows/_fused.py", "second_order flags linear_nll graph -k 'not triton'"),
-    ("rows/_kept_gradients.py", "second_order linear_nll row_objective divergence compile -k 'not triton'"),
+    ("*_stats.py", "flags errors row_stats cases token_log_probs row_objective soft_embedding -k 'not triton'"),
+    ("rows/_fused.py", "second_order flags linear_nll cases graph -k 'not triton'"),
+    ("rows/_kept_gradients.py", "second_order linear_nll row_objective divergence cases compile -k 'not triton'"),
     ("_graph/_opaque.py", "without_values graph token_nll -k 'not triton'"),
-    ("rows/_active_rows.py", "linear_nll num_active rows -k 'not triton'"),
+    ("rows/_active_rows.py", "linear_nll num_active cases rows -k 'not triton'"),
     (
         "_checks/__init__.py",
         "flags target_range errors mask_values row_objective extra gumbel_topk transform losses linear_nll"
@@ -125,7 +125,7 @@ JUDGES = (
     ),
     ("rows/_chunks.py", "linear_nll extra compile -k 'not triton'"),
     ("*soft_embedding.py", "soft_embedding distributed -k 'soft_embedding and not triton'"),
-    ("ops/*nll.py", "flags errors token_nll linear_nll extra graph transform compile -k 'not triton'"),
+    ("ops/*nll.py", "flags errors token_nll linear_nll cases num_active extra graph transform compile -k 'not triton'"),
 )
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
 SPEED_ONLY = ("backends/triton/_tiles.py",)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import dllm_kernels
 from dllm_kernels import fused_head
 from dllm_kernels.integrations import speculators as integration
 from tests.conftest import DEVICE
@@ -80,20 +79,6 @@ def of_automodel(module, name, **options):
         Draft(), head, embedding, V - 1, block_size=BLOCK, attention_backend="sdpa", num_anchors=ANCHORS, **options
     ).to(DEVICE)
     return trainer, head
-
-
-@pytest.mark.parametrize("gamma", [None, 2.0])
-@pytest.mark.parametrize("objective", ["dflash", "variable_prefix"])
-def test_dflash_of_automodel(objective, gamma, monkeypatch):
-    """With this package's loss, no logits are materialized: not for the loss, and not for the metrics.
-
-    ``test_host_models.py`` has the loss of the host, beside a whole draft model.
-    """
-    with trainers.loaded(trainers.AUTOMODEL, "components.speculative.dflash.core") as modules:
-        monkeypatch.setattr(modules.core, "DFlashDecayLoss", dllm_kernels.DFlashDecayLoss)  # as patch() does
-        options = {"loss_type": objective, "loss_decay_gamma": gamma}
-        trainer, head = of_automodel(modules.core, "DFlashTrainerModule", **options)
-        assert_same_step(trainer, [head], lambda: trainer(**inputs()))
 
 
 def test_jetspec_of_automodel():

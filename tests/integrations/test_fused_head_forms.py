@@ -10,26 +10,7 @@ from torch.distributions import Categorical
 
 from dllm_kernels import fused_head
 from tests.conftest import DEVICE, every_time
-
-B, L, D, V = 2, 6, 8, 23
-
-
-class Model(nn.Module):
-    """``before`` and ``after``: functions of the logits before and after the form."""
-
-    def __init__(self, *, bias=True, head=None, change=None):
-        super().__init__()
-        self.body, self.layer, self.lm_head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V, bias=bias)
-        self.change = change or (lambda z: z)
-        if head == "lora":
-            peft = pytest.importorskip("peft")
-            config = peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False)
-            self.lm_head = peft.get_peft_model(self, config).base_model.model.lm_head
-        self.lm_head.requires_grad_(head != "frozen")
-        self.to(DEVICE)
-
-    def forward(self, ids):
-        return self.change(self.lm_head(torch.tanh(self.layer(self.body(ids))) * 2))
+from tests.support.fused_models import Adapted, B, L, Model, V, frozen
 
 
 class Batch:
@@ -213,17 +194,18 @@ EVERYDAY = [*FORMS, *OF_CALLS, *(f"{shift}: {use}" for shift, use in zip(SHIFTS,
 for shift in SHIFTS:
     for use in OF_SHIFTS:
         FORMS[f"{shift}: {use}"] = lambda z, x, s=SHIFTS[shift], u=OF_SHIFTS[use]: u(s(z, x), x)
-KINDS = {
-    "bias": {}, "no bias": {"bias": False}, "frozen": {"head": "frozen"}, "lora": {"head": "lora"},
-    "cap": {"change": lambda z: 3 * torch.tanh(z / 3)}, "scale": {"change": lambda z: z / 0.7},
-    "in place": {"change": lambda z: z.div_(0.7)}, "a view": {"change": lambda z: torch.cat([z, z], 1)[:, :L]},
-    "autocast": {}, "bfloat16": {},
+AFTER = {
+    "cap": lambda z: 3 * torch.tanh(z / 3), "scale": lambda z: z / 0.7, "in place": lambda z: z.div_(0.7),
+    "a view": lambda z: torch.cat([z, z], 1)[:, :L],
 }  # fmt: skip
+MAKE = {"frozen": frozen, "lora": Adapted}
+KINDS = ["bias", "no bias", *MAKE, *AFTER, "autocast", "bfloat16"]
 
 
 def run(name, kind, fused, double=False):
     torch.manual_seed(0)
-    model, x = Model(**KINDS[kind]), Batch()
+    after = {"after": AFTER[kind]} if kind in AFTER else {}
+    model, x = MAKE.get(kind, Model)(bias=kind != "no bias", size=2.0, **after), Batch()
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     model.to(dtype)
     if double:

@@ -8,25 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import dllm_kernels
 from dllm_kernels import HybridDiffusionLLMLoss, divergence, fused_head, token_nll
 from tests.conftest import DEVICE
-
-B, L, D, V = 2, 6, 8, 23
-
-
-class Model(nn.Module):
-    def __init__(self, *, bias=False):
-        super().__init__()
-        self.body, self.layer, self.lm_head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V, bias=bias)
-        self.to(DEVICE)
-
-    def forward(self, ids):
-        return self.lm_head(torch.tanh(self.layer(self.body(ids))))
+from tests.support.fused_models import Adapted, B, D, L, Model, V
 
 
 class Batch:
@@ -396,25 +384,6 @@ def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatc
 
 
 # Adapters of one head ---------------------------------------------------------------------------------------------
-
-
-class Adapted(nn.Module):
-    """A model whose head PEFT has adapted. ``off(ids)``: its logits without the adapter."""
-
-    def __init__(self, *, bias=False, **options):
-        super().__init__()
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False, **options)
-        self.peft = peft.get_peft_model(Model(bias=bias), config)
-        self.lm_head = self.peft.base_model.model.lm_head
-        self.to(DEVICE)
-
-    def forward(self, ids):
-        return self.peft(ids)
-
-    def off(self, ids):
-        with self.peft.disable_adapter():
-            return self.peft(ids)
 
 
 def mixed(first, second):

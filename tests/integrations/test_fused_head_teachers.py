@@ -5,6 +5,7 @@ The teacher is a stored tensor, or deferred logits of another head.
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,21 +15,11 @@ from torch.distributions import Categorical, kl_divergence
 
 from dllm_kernels import fused_head
 from tests.conftest import DEVICE
+from tests.support.fused_models import Adapted, B, L, V, frozen
+from tests.support.fused_models import Model as AnyModel
 from tests.support.parity import assert_parity
 
-B, L, D, V = 2, 6, 8, 23
-
-
-class Model(nn.Module):
-    def __init__(self, *, bias=False, cap=None):
-        super().__init__()
-        self.body, self.layer, self.lm_head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V, bias=bias)
-        self.cap = cap
-        self.to(DEVICE)
-
-    def forward(self, ids):
-        z = self.lm_head(3 * torch.tanh(self.layer(self.body(ids))))
-        return z if self.cap is None else torch.tanh(z / self.cap) * self.cap
+Model = functools.partial(AnyModel, size=3.0)
 
 
 class Batch:
@@ -210,27 +201,9 @@ def test_a_loss_has_value_and_gradients_of_the_plain_loop(name):
     torch.testing.assert_close(run(name, True), expected, rtol=2e-5, atol=2e-6)
 
 
-class Adapted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False)
-        self.peft = peft.get_peft_model(Model(bias=True), config)
-        self.lm_head = self.peft.base_model.model.lm_head
-        self.to(DEVICE)
-
-    def forward(self, ids):
-        return self.peft(ids)
-
-
-def frozen():
-    model = Model()
-    model.lm_head.requires_grad_(False)
-    return model
-
-
 SETTINGS = {
-    "bias and cap": {"make": lambda: Model(bias=True, cap=4.0)}, "lora": {"make": Adapted}, "frozen": {"make": frozen},
+    "bias and cap": {"make": lambda: Model(bias=True, after=lambda z: torch.tanh(z / 4) * 4)},
+    "lora": {"make": lambda: Adapted(bias=True, size=3.0)}, "frozen": {"make": lambda: frozen(size=3.0)},
     "float64": {"dtype": torch.float64},
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import dllm_kernels
 from dllm_kernels import fused_head
 from dllm_kernels.integrations import speculators as integration
 from tests.conftest import DEVICE
@@ -226,11 +227,17 @@ def steps_of(call, names, others=lambda model: []):
     return plain, ours, materialized
 
 
+@pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("gamma", [None, 2.0])
 @pytest.mark.parametrize("objective", ["dflash", "variable_prefix"])
-def test_dflash_of_automodel(objective, gamma):
-    """The head's logits are scaled and capped, as those of Muse Glimmer; none are materialized."""
+def test_dflash_of_automodel(objective, gamma, patched, monkeypatch):
+    """The head's logits are scaled and capped, as those of Muse Glimmer; none are materialized.
+
+    Neither the loss of the host nor this package's needs them, and the metrics do not, either.
+    """
     with of_automodel("dflash.draft_qwen3", "dflash.core") as modules:
+        if patched:
+            monkeypatch.setattr(modules.core, "DFlashDecayLoss", dllm_kernels.DFlashDecayLoss)  # as patch() does
 
         def trainer(lm_head, embed):
             draft = qwen3_draft(modules, output_multiplier=1.5, final_logit_softcapping=3.0)

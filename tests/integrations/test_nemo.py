@@ -27,7 +27,7 @@ from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from tests.conftest import every_time
 from tests.support import nemo_lora
-from tests.support.hosts import assert_patched_once, defined_in, found
+from tests.support.hosts import assert_patched_once, attributes_of, defined_in, found
 from tests.support.pairs import pairs
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
@@ -56,10 +56,7 @@ def patched(strategy):
     return integration.patch()
 
 
-def host_attributes():
-    """Return every attribute of every loaded module of the host."""
-    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "nemo_automodel"}
-    return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
+host_attributes = functools.partial(attributes_of, "nemo_automodel")
 
 
 def assert_identical(before, after):
@@ -433,17 +430,6 @@ def test_every_gamma_of_dflash(strategy, gamma, normalize):
         expected = host(x, ids, on, 5, block_size).total_loss
         assert expected.isfinite()
         torch.testing.assert_close(ours(x, ids, on, 5, block_size).total_loss, expected)
-
-
-@pytest.mark.parametrize("gamma_shape", [-0.5, -2.0, 0])
-def test_scdd_with_every_shape_of_the_schedule(strategy, gamma_shape):
-    home, t = module("components.loss.dllm_loss"), torch.tensor([0.1, 0.5, 0.9])
-    settings = {"max_ratio": 0.2, "gamma_shape": gamma_shape, "t_peak": 0.4}
-    ids = torch.randint(0, V - 1, (3, 8))
-    z = torch.where(torch.rand(3, 8) < 0.5, V - 1, ids)
-    batch = (torch.randn(3, 8, V), ids, z != ids, t[:, None].expand(3, 8), torch.ones(3, 8))
-    losses = (loss(V - 1, 20, **settings)(*batch, noisy_input_ids=z) for loss in (dllm_kernels.SCDDLoss, home.SCDDLoss))
-    torch.testing.assert_close(*(out.total_loss for out in losses), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.everyday(3)
@@ -832,19 +818,6 @@ def test_the_group_reaches_the_function_that_gathers_the_head(name, patched, mon
     assert seen == [group]
 
 
-def test_masked_cross_entropy_takes_the_layouts_of_the_host(strategy):
-    """Packed sequences have logits ``[1, T, V]`` and labels ``[T]``. A mask may have any shape."""
-    logits, labels = torch.randn(1, 10, V), torch.randint(0, V, (10,))
-    mask, weights = torch.arange(10).reshape(2, 5) % 3, torch.rand(10)
-    home = module("components.loss.masked_ce")
-    host = home.MaskedCrossEntropy()(logits, labels.clone(), mask, 4, weights)
-    integration.patch()
-    ours = home.MaskedCrossEntropy()(logits, labels, mask, 4, weights)
-    with pytest.raises(ValueError, match="must have shape"):
-        home.MaskedCrossEntropy()(logits, labels[:9])
-    torch.testing.assert_close(ours, host)
-
-
 def test_losses_of_the_host_keep_its_own_path(strategy):
     hidden, depths, labels = batch()
     model, utils, host_mtp = Model(), module("components.loss.utils"), module("components.loss.mtp")
@@ -860,18 +833,6 @@ def test_losses_of_the_host_keep_its_own_path(strategy):
     integration.patch()
     assert all(torch.equal(o, h) for o, h in zip(run(), host, strict=True))
     torch.testing.assert_close(host[2], host[0] + host[1])
-
-
-def test_a_biased_head_keeps_its_bias(patched):
-    hidden, _, labels = batch()
-    model = Model()
-    model.lm_head = nn.Linear(D, V)
-    fused, plain = (
-        module("components.loss.linear_ce").FusedLinearCrossEntropy(),
-        module("components.loss.masked_ce").MaskedCrossEntropy(),
-    )
-    ours = module("components.loss.utils").calculate_loss(fused, hidden_states=hidden, labels=labels, model=model)
-    torch.testing.assert_close(ours, plain(model.lm_head(hidden), labels))
 
 
 class ForeignLinear(nn.Module):
@@ -983,7 +944,7 @@ def no_pair(case):
 
 
 PAIRED = pairs(PAIRS, no_pair)
-WITHOUT_PEFT = [n for n, case in enumerate(PAIRED) if case["head"] not in (*OF_PEFT, "trained rows alone")][:6]
+WITHOUT_PEFT = [n for n, case in enumerate(PAIRED) if not case["head"].startswith(("trained", "LoRA"))]
 
 
 def model_of_pairs(head):
@@ -1076,14 +1037,6 @@ def test_pairs_of_features_of_the_losses(strategy, number):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_linear_layer_of_another_library_serves_as_head(patched, function):
-    model = Model()
-    expected = fused_losses(model)[function]()
-    model.lm_head = ForeignLinear(model.lm_head)
-    torch.testing.assert_close(fused_losses(model)[function](), expected)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_adapter_of_the_head_that_would_not_train_is_an_error(patched, function):
     model = Model()
     model.lm_head = AdaptedLinear()
@@ -1096,14 +1049,6 @@ def test_an_adapter_of_the_head_that_would_not_train_is_an_error(patched, functi
     model.lm_head.lora_A.requires_grad_(False)
     model.lm_head.lora_B.requires_grad_(False)
     assert fused_losses(model)[function]().isfinite()
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_parametrized_head_trains(patched, function):
-    model = Model()
-    nn.utils.parametrizations.weight_norm(model.lm_head)
-    fused_losses(model)[function]().backward()
-    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 def test_excluded_losses_use_the_replaced_parts(strategy):

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dllm_kernels import PolicyViews, diffusion_generate, policy_views
 from dllm_kernels.integrations import nemo_automodel, speculators
 from dllm_kernels.integrations import trl as integration
 from dllm_kernels.integrations.transformers import loss_in_head
-from tests.support.hosts import assert_patched_once, defined_in
+from tests.integrations.test_trl_pairs import PAD, Loop, Model, Trainer, batch
+from tests.support.generation import MASK, D, N, V
+from tests.support.hosts import assert_patched_once, attributes_of, defined_in
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 
-N, H, V = 6, 8, 21
+H = D
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 
 
@@ -48,10 +49,7 @@ def host(monkeypatch):
 # Replacing and restoring ----------------------------------------------------------------------------------------------
 
 
-def host_attributes():
-    """Return every attribute of every loaded module of the host."""
-    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "trl" and isinstance(m, types.ModuleType)}
-    return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
+host_attributes = functools.partial(attributes_of, "trl")
 
 
 PLACES = {
@@ -432,132 +430,14 @@ def test_models_of_trl_run_the_patched_function(host, monkeypatch):
 
 # Policies of diffusion LMs --------------------------------------------------------------------------------------------
 
-MASK, EOS, PAD = V - 1, V - 2, V - 3
-
-
-class Encoder(nn.Module):
-    """A model of each token and the mean of all tokens that are not padding.
-
-    It has no positions, so padding has no effect.
-    """
-
-    shift = 0  # 1: row i has the hidden state of token i + 1
-
-    def __init__(self, change=lambda z: z, places=0):
-        super().__init__()
-        self.register_buffer(
-            "places",
-            torch.randn(places, H),
-            # Positions count from the end, so that left padding has no effect.
-        )
-        self.embedding, self.lm_head, self.change = nn.Embedding(V, H), nn.Linear(H, V), change
-        self.aux_loss = None
-
-    def forward(self, input_ids, attention_mask, output_router_logits=False):
-        not_padding = attention_mask[..., None] != 0
-        x = self.embedding(input_ids)
-        if len(self.places):
-            x = torch.cat([x[:, : -len(self.places)], x[:, -len(self.places) :] + self.places], 1)
-        mean = (x * not_padding).sum(1, keepdim=True) / not_padding.sum(1, keepdim=True)
-        out = SimpleNamespace(logits=self.change(self.lm_head(torch.tanh(x + 2 * mean).roll(-self.shift, 1))))
-        if output_router_logits and self.aux_loss is not None:
-            out.aux_loss = self.aux_loss * mean.sum()
-        return out
-
-
-class Loop:
-    """The parts of TRL's trainers that the mixin needs."""
-
-    def __init__(self, model=None, **args):
-        self.accelerator = SimpleNamespace(
-            unwrap_model=lambda m: m, autocast=contextlib.nullcontext, device=torch.device("cpu")
-        )
-        self.args = SimpleNamespace(steps_per_generation=2, max_completion_length=4, **args)
-        self.temperature, self.num_iterations, self._step, self.model = 0.7, 2, 0, model
-        self.processing_class = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
-
-    def _tokenize_prompts(self, prompts):
-        return [[int(word) for word in p.split()] for p in prompts], None, {}
-
-
-class Trainer(integration.DiffusionPolicyMixin, Loop):
-    pass
-
-
-def batch(B=4, before=0, after=0):
-    """Return ids, mask and completion length.
-
-    Prompts are left-padded, completions right-padded, with more padding around them.
-    """
-    g = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, PAD, (B, 9), generator=g)
-    not_padding = torch.ones(B, 9, dtype=torch.int64)
-    not_padding[1, :2] = not_padding[2, 7:] = 0
-    ids = nn.functional.pad(ids.where(not_padding != 0, PAD), (before, after), value=PAD)
-    return ids, nn.functional.pad(not_padding, (before, after)), 5 + after
-
-
-SCHEMES = [
-    ("full", 1, 0.0),
-    ("full", 2, 0.4),
-    ("coupled", 1, 0.0),
-    ("elbo", 3, 0.0),
-    ("count", 2, 0.0),
-    ("quadrature", 3, 0.0),
-]
-
 
 def test_empty_completions_have_no_log_probs():
     ids, not_padding, _ = batch()
     trainer = Trainer(mask_token_id=MASK)
     log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
-        Encoder(), ids, not_padding, 0, compute_entropy=True
+        Model(), ids, not_padding, 0, compute_entropy=True
     )
     assert log_probs.shape == entropies.shape == (4, 0)
-
-
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
-def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
-    model = Encoder().double()
-    model.lm_head.requires_grad_(trained)
-    trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob)
-    ids, not_padding, keep = batch()
-    seeds = integration.row_seeds(ids, not_padding, keep)
-    supervised = not_padding.bool() & (torch.arange(9) >= 4)
-    options = {"scheme": scheme, "num": num, "prompt_prob": prompt_prob}
-    rows = [  # without padding
-        policy_views(ids[b, on][None], supervised[b, on][None], MASK, seeds=seeds[b : b + 1], **options)
-        for b, on in enumerate(not_padding.bool())
-    ]
-    shape = len(rows[0].noisy), *ids.shape
-    noisy, scored, weights = ids.expand(shape).clone(), torch.zeros(shape).bool(), torch.zeros(shape)
-    for b, on in enumerate(not_padding.bool()):
-        for whole, expected_row in zip((noisy, scored, weights), rows[b], strict=True):
-            whole[:, b, on] = expected_row[:, 0]
-    views = PolicyViews(noisy, scored, weights)
-    z = torch.stack([model(noisy, not_padding).logits for noisy in views.noisy]) / trainer.temperature
-    log_p = z.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
-    scores = views.token_scores(log_p.gather(-1, ids.expand(views.scored.shape)[..., None])[..., 0])[:, 4:]
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
-    total = views.weights.sum(0)
-    mean = ((views.weights * entropy).sum(0) / total.where(total > 0, 1))[:, 4:]
-    parameters, upstream = [p for p in model.parameters() if p.requires_grad], torch.randn(2, 4, 5).double()
-    for both in (False, True):
-        found, entropies, aux = trainer._get_per_token_logps_and_entropies(
-            model, ids, not_padding, keep, batch_size=3, compute_entropy=both, num_images=None
-        )
-        assert aux is None
-        assert (entropies is None) == (not both)
-        assert not found[~supervised[:, 4:]].any()
-        torch.testing.assert_close(found, scores)
-        loss, expected = (found * upstream[0]).sum(), (scores * upstream[0]).sum()
-        if both:
-            torch.testing.assert_close(entropies, mean)
-            loss, expected = loss + (entropies * upstream[1]).sum(), expected + (mean * upstream[1]).sum()
-        differentiable = torch.autograd.grad(expected, parameters, retain_graph=True)
-        for ours, other in zip(torch.autograd.grad(loss, parameters), differentiable, strict=True):
-            torch.testing.assert_close(ours, other)
 
 
 @pytest.mark.parametrize(
@@ -573,7 +453,7 @@ def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
 )
 def test_products_of_the_mixin(frozen, entropy, upstream, products):
     """TRL always requests the entropy, and usually only logs it."""
-    model, (ids, not_padding, keep) = Encoder(lambda z: z.float().contiguous().clone()), batch()
+    model, (ids, not_padding, keep) = Model(output=lambda z: z.float().contiguous().clone()), batch()
     model.lm_head.requires_grad_(not frozen)
     trainer = Trainer(mask_token_id=MASK, scheme="coupled")
     with FlopCounterMode(display=False) as counter:
@@ -612,7 +492,8 @@ def test_masks_stay_with_a_row_within_a_generation():
 
     The next generation sees others.
     """
-    model, trainer = Encoder(), Trainer(mask_token_id=MASK, scheme="elbo", num=2)
+    model, trainer = Model(), Trainer(mask_token_id=MASK, scheme="elbo", num=2)
+    model.places.data.zero_()  # otherwise, padding on the right changes positions
 
     def scores(ids, not_padding, keep, **options):
         with torch.no_grad():
@@ -629,7 +510,7 @@ def test_masks_stay_with_a_row_within_a_generation():
 
 def test_the_iteration_that_changes_the_masks_is_an_option():
     """The number is constant for all generations, or returned by a function of the trainer."""
-    model, (ids, not_padding, keep) = Encoder(), batch()
+    model, (ids, not_padding, keep) = Model(), batch()
 
     def scores(step, **options):
         trainer = Trainer(mask_token_id=MASK, scheme="elbo", num=2, **options)
@@ -659,48 +540,25 @@ def test_the_iteration_that_changes_the_masks_is_an_option():
         scores(0, iteration=lambda _: None)
 
 
-def test_a_lora_head_scores_and_trains():
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    model = peft.inject_adapter_in_model(
-        peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False), Encoder()
-    )
-    trainer, (ids, not_padding, keep) = Trainer(mask_token_id=MASK), batch()
-    found = trainer._get_per_token_logps_and_entropies(model, ids, not_padding, keep, compute_entropy=True)[0]
-    z = (
-        model(ids.where(not_padding.bool() & (torch.arange(9) < 4) | ~not_padding.bool(), MASK), not_padding).logits
-        / 0.7
-    )
-    log_p = z.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
-    expected = (log_p.gather(-1, ids[..., None])[..., 0] * not_padding)[:, 4:]
-    torch.testing.assert_close(found, expected)
-    adapters = [p for p in model.lm_head.parameters() if p.requires_grad]
-    assert len(adapters) == 2
-    for ours, other in zip(
-        torch.autograd.grad(found.sum(), adapters), torch.autograd.grad(expected.sum(), adapters), strict=True
-    ):
-        torch.testing.assert_close(ours, other)
-
-
 def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
     ids, not_padding, keep = batch()
-    model = Encoder().bfloat16()
+    model = Model().bfloat16()
     plain, wide = (Trainer(mask_token_id=MASK, cast_lm_head_to_fp32=on) for on in (False, True))
     low, high = (t._get_per_token_logps_and_entropies(model, ids, not_padding, keep)[0].detach() for t in (plain, wide))
     assert high.dtype == torch.float32
     assert not torch.equal(low, high)
     torch.testing.assert_close(low, high, rtol=0.05, atol=0.05)
     options_of_call = {"compute_aux_loss": True, "batch_size": 3}
-    assert plain._get_per_token_logps_and_entropies(model, ids, not_padding, keep, **options_of_call)[2] is None
-    model.aux_loss = 1.0
     assert plain._get_per_token_logps_and_entropies(model, ids, not_padding, keep, **options_of_call)[2].dim() == 0
-    assert plain._get_per_token_logps_and_entropies(model, ids, not_padding, keep)[2] is None
+    own = model.forward
+    model.forward = lambda output_router_logits, **given: own(**given)
+    assert plain._get_per_token_logps_and_entropies(model, ids, not_padding, keep, **options_of_call)[2] is None
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_logits_can_be_float32(trained):
     """``cast_lm_head_to_fp32`` gives equal results, but here the products have 16-bit operands."""
-    model = Encoder().bfloat16()
+    model = Model().bfloat16()
     model.lm_head.requires_grad_(trained)
     wide, cast = Trainer(mask_token_id=MASK, logits_dtype=torch.float32), Trainer(mask_token_id=MASK)
     cast.args.cast_lm_head_to_fp32 = True
@@ -724,8 +582,10 @@ def test_a_model_that_changes_its_logits_is_rejected(change, named):
     with pytest.raises(
         ValueError, match=f"return its output unchanged, .* got {named} on it; the mixin needs such a head"
     ):
-        trainer._get_per_token_logps_and_entropies(Encoder(change), *batch())
-    found = trainer._get_per_token_logps_and_entropies(Encoder(lambda z: z.float().contiguous().clone()), *batch())[0]
+        trainer._get_per_token_logps_and_entropies(Model(output=change), *batch())
+    found = trainer._get_per_token_logps_and_entropies(
+        Model(output=lambda z: z.float().contiguous().clone()), *batch()
+    )[0]
     assert type(found) is torch.Tensor
 
 
@@ -733,7 +593,7 @@ def test_a_cast_of_the_logits_rounds_neither_scores_nor_gradients():
     found = []
     for change in (lambda z: z, lambda z: z.half()):
         torch.manual_seed(0)
-        model = Encoder(change)
+        model = Model(output=change)
         out = Trainer(mask_token_id=MASK)._get_per_token_logps_and_entropies(model, *batch(), compute_entropy=True)
         (out[0] / 3).sum().backward()
         found.append((*out[:2], model.lm_head.weight.grad))
@@ -753,7 +613,7 @@ def test_bad_arguments_of_the_mixin():
             Trainer(mask_token_id=MASK, **options)
     with pytest.raises(ValueError, match="takes text only, got image_sizes, pixel_values"):
         Trainer(mask_token_id=MASK)._get_per_token_logps_and_entropies(
-            Encoder(), *batch(), pixel_values=torch.ones(1), image_sizes=[1], num_tiles=None
+            Model(), *batch(), pixel_values=torch.ones(1), image_sizes=[1], num_tiles=None
         )
 
 
@@ -762,66 +622,10 @@ def test_bad_arguments_of_the_mixin():
 PROMPTS = ["1 2 3", "4", "1 2 3"]
 
 
-def by_hand(model, prompt, length, blocks):
-    """Decode the most likely tokens of one prompt without padding.
-
-    ``blocks``: number of tokens that each step of a block decodes.
-    """
-    ids, decoded, start = torch.tensor([prompt + [MASK] * length]), {}, len(prompt)
-    for counts in blocks:
-        stop = start + sum(counts)
-        for count in counts:
-            log_p = (
-                model(ids, torch.ones_like(ids))
-                .logits[0]
-                .index_fill(-1, torch.tensor(MASK), -torch.inf)
-                .log_softmax(-1)
-            )
-            best = log_p.max(-1)
-            masked_positions = sorted(
-                (i for i in range(start, stop) if ids[0, i] == MASK), key=lambda i: -best.values[i].item()
-            )
-            for i in masked_positions[:count]:
-                ids[0, i], decoded[i] = best.indices[i], best.values[i].item()
-        start = stop
-    return ids[0, len(prompt) :].tolist(), [decoded[i] for i in sorted(decoded)]
-
-
-@pytest.mark.parametrize(
-    ("options", "blocks"),
-    [
-        ({"steps": 6}, [[1] * 6]),
-        ({"steps": 1}, [[6]]),
-        ({"steps": 4}, [[2, 2, 1, 1]]),
-        ({"steps": 4, "block_size": 4}, [[2, 2], [1, 1]]),
-    ],
-)
-@torch.no_grad()
-def test_the_most_likely_rollout(options, blocks):
-    """Tokens and the log-probabilities at decoding agree step by step. A completion ends with its EOS."""
-    model = Encoder(places=6).double().train()
-    rollout = integration.diffusion_rollout(MASK, length=6, temperature=0, with_logprobs=True, **options)
-    trainer = Loop(model)
-    trainer.processing_class.eos_token_id = None
-    out = rollout(PROMPTS, trainer)
-    assert model.training
-    assert out["prompt_ids"] == [[1, 2, 3], [4], [1, 2, 3]]
-    assert all(type(token) is int for row in out["completion_ids"] for token in row)
-    for prompt, tokens, log_probs in zip(*out.values(), strict=True):
-        expected, decoded = by_hand(model, prompt, 6, blocks)
-        assert tokens == expected
-        torch.testing.assert_close(log_probs, decoded, rtol=1e-5, atol=1e-5)
-    trainer.processing_class.eos_token_id = eos = expected[1]
-    end = expected.index(eos) + 1
-    cut = rollout(PROMPTS, trainer)
-    assert cut["completion_ids"][-1] == expected[:end]
-    assert len(cut["logprobs"][-1]) == end
-
-
 @torch.no_grad()
 def test_rollouts_with_float32_logits():
     """Log-probabilities equal those of a float32 head."""
-    model = Encoder(places=6).bfloat16()
+    model = Model().bfloat16()
     found = []
     for options in ({"logits_dtype": torch.float32}, {}):
         rollout = integration.diffusion_rollout(MASK, length=6, steps=1, temperature=0, with_logprobs=True, **options)
@@ -836,25 +640,17 @@ def test_rollouts_with_float32_logits():
     assert found[0] != found[1]
 
 
-def test_a_processor_holds_the_tokens_of_its_tokenizer():
-    trainer, prompts = Loop(Encoder()), [[1, 2], [3]]
-    rollout = integration.diffusion_rollout(MASK, steps=2, length=4, temperature=0)
-    expected = rollout(prompts, trainer)
-    trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
-    assert rollout(prompts, trainer) == expected
-
-
 @pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda p: [np.int64(t) for t in p]])
 def test_prompts_of_tokens_may_be_any_sequence_of_integers(kind):
-    rollout, prompts = integration.diffusion_rollout(MASK, steps=2, length=4, temperature=0), [[1, 2], [3]]
-    found = rollout([kind(p) for p in prompts], Loop(model := Encoder()))
+    rollout, prompts = integration.diffusion_rollout(MASK, steps=2, length=N, temperature=0), [[1, 2], [3]]
+    found = rollout([kind(p) for p in prompts], Loop(model := Model()))
     assert found == rollout(prompts, Loop(model))
     assert all(type(token) is int for row in found["prompt_ids"] for token in row)
     assert rollout([], Loop(model)) == {"prompt_ids": [], "completion_ids": [], "logprobs": None}
 
 
 def test_a_trainer_without_a_length():
-    trainer = Loop(Encoder())
+    trainer = Loop(Model())
     trainer.args.max_completion_length = None
     with pytest.raises(
         ValueError, match=r"^length must be given for a trainer without a max_completion_length, got None$"
@@ -875,36 +671,22 @@ def test_the_mixin_comes_before_the_trainer():
 
 def test_rollouts_differ_between_rows_and_calls():
     torch.manual_seed(0)
-    trainer, rollout = Loop(Encoder()), integration.diffusion_rollout(MASK, steps=2)
+    trainer, rollout = Loop(Model()), integration.diffusion_rollout(MASK, steps=2)
     trainer.processing_class.eos_token_id = None
     first = rollout(PROMPTS * 8, trainer)
     assert first["logprobs"] is None
-    assert {len(row) for row in first["completion_ids"]} == {4}
+    assert {len(row) for row in first["completion_ids"]} == {N}
     assert not any(MASK in row for row in first["completion_ids"])
     assert len({tuple(row) for row in first["completion_ids"]}) > 16
     assert rollout(PROMPTS * 8, trainer)["completion_ids"] != first["completion_ids"]
     torch.manual_seed(0)
-    trainer.model = Encoder()
+    trainer.model = Model()
     assert rollout(PROMPTS * 8, trainer)["completion_ids"] == first["completion_ids"]
-
-
-@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 0, "top_p": 1.0}], ids=str)
-def test_rollouts_truncate_as_the_trainer_says(option):
-    torch.manual_seed(0)
-    model = Encoder()
-    trainer, greedy = Loop(model), integration.diffusion_rollout(MASK, steps=2, temperature=0)
-    expected = greedy(PROMPTS * 4, Loop(model))["completion_ids"]
-    for name, value in option.items():
-        setattr(trainer, name, value)
-    found = integration.diffusion_rollout(MASK, steps=2, with_logprobs=True)(PROMPTS * 4, trainer)
-    truncated = "top_k" not in option or option["top_k"] == 1
-    assert (found["completion_ids"] == expected) == truncated
-    assert all(lp == 0 for row in found["logprobs"] for lp in row) == truncated
 
 
 def test_rollouts_refuse_what_they_cannot_honour():
     rollout = integration.diffusion_rollout(MASK, steps=2)
-    trainer = Loop(Encoder(), generation_kwargs={})
+    trainer = Loop(Model(), generation_kwargs={})
     trainer.repetition_penalty = 1.0
     rollout(PROMPTS, trainer)
     trainer.repetition_penalty = 1.1
@@ -914,34 +696,7 @@ def test_rollouts_refuse_what_they_cannot_honour():
     with pytest.raises(
         ValueError, match=r"^generation_kwargs must be None with diffusion_rollout, got \{'no_repeat_ng"
     ):
-        rollout(PROMPTS, Loop(Encoder(), generation_kwargs=more))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"remasking": "margin", "position_temperature": 0.2, "suppress_ids": [2, 3]}, {"threshold": 0.1, "cfg_scale": 1.0},
-     {"remasking": "entropy", "delay_eos": True, "steps": 3}, {"infill": True, "steps": 6}],
-    ids=str,
-)  # fmt: skip
-def test_rollouts_decode_as_their_options_say(options):
-    torch.manual_seed(0)
-    model, prompts = Encoder(), [[1, MASK, 3], [4], [MASK, 6]]
-    options = {"steps": None if "threshold" in options else 4, "block_size": 2, **options}
-    torch.manual_seed(3)
-    found = integration.diffusion_rollout(MASK, with_logprobs=True, **options)(prompts, Loop(model))
-    torch.manual_seed(3)
-    seeds = torch.empty(3, dtype=torch.int64).random_()
-    ids = torch.tensor([[0] * (3 - len(p)) + p for p in prompts])
-    on = torch.tensor([[0] * (3 - len(p)) + [1] * len(p) for p in prompts])
-    out = diffusion_generate(
-        model, ids, mask_token_id=MASK, max_new_tokens=4, attention_mask=on, temperature=0.7, eos_token_id=EOS,
-        seeds=seeds, **options,
-    )  # fmt: skip
-    for row, (prompt, tokens, log_probs) in enumerate(zip(*found.values(), strict=True)):
-        new = out.generated[row, 3:]
-        assert tokens == out.ids[row, 3:][new].tolist()
-        assert log_probs == out.log_probs[row, 3:][new].tolist()
-        assert prompt == (out.ids[row, :3][on[row] != 0].tolist() if "infill" in options else prompts[row])
+        rollout(PROMPTS, Loop(Model(), generation_kwargs=more))
 
 
 def shifted(model):
@@ -950,54 +705,18 @@ def shifted(model):
     return other
 
 
-@pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
-@pytest.mark.parametrize("before", [0, 2])
-def test_a_shifted_model_scores_as_its_unshifted_form(scheme, num, prompt_prob, before):
-    model, (ids, not_padding, keep) = Encoder(), batch(before=before, after=1)
-    found = []
-    for one, shift in ((model, False), (shifted(model), True)):
-        trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob, shift=shift)
-        scores, entropy, _ = trainer._get_per_token_logps_and_entropies(
-            one, ids, not_padding, keep, compute_entropy=True
-        )
-        upstream = torch.linspace(-1, 1, scores.numel()).view_as(scores)
-        grads = torch.autograd.grad((upstream * (scores + 2 * entropy)).sum(), list(one.parameters()))
-        found.append([scores, entropy, *grads])
-    for ours, other in zip(*found, strict=True):
-        torch.testing.assert_close(ours, other)
-    assert found[0][0].any()
-
-
 def test_a_shifted_model_does_not_predict_the_first_token():
     """Without a prompt, the first token of a row is neither masked nor scored, with and without left padding."""
-    ids = torch.tensor([[PAD, 1, 2, 3], [4, 5, 6, 7]])
+    ids = torch.tensor([[PAD, 1, 2, 3, 8, 9], [4, 5, 6, 7, 8, 9]])
     trainer = Trainer(mask_token_id=MASK, shift=True)
-    scores = trainer._get_per_token_logps_and_entropies(shifted(Encoder()), ids, (ids != PAD).long(), 4)[0]
-    assert (scores != 0).tolist() == [[False, False, True, True], [False, True, True, True]]
-
-
-@torch.no_grad()
-def test_rollouts_of_a_shifted_model():
-    model = Encoder(places=6).double()
-    found = [
-        integration.diffusion_rollout(
-            MASK, length=6, steps=4, block_size=4, temperature=0, with_logprobs=True, shift=shift
-        )(PROMPTS, Loop(one))
-        for one, shift in ((model, False), (shifted(model), True))
-    ]
-    assert found[0] == found[1]
-    with pytest.raises(ValueError, match=r"^every prompt must have a token for shift=True, got an empty prompt$"):
-        integration.diffusion_rollout(MASK, steps=2, shift=True)([[1], []], Loop(shifted(model)))
-    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
-        integration.diffusion_rollout(MASK, steps=2, shift="no")
-    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
-        Trainer(mask_token_id=MASK, shift="no")
+    scores = trainer._get_per_token_logps_and_entropies(shifted(Model()), ids, (ids != PAD).long(), 6)[0]
+    assert (scores != 0).tolist() == [[False, False, *[True] * 4], [False, *[True] * 5]]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_rollouts_restore_the_mode_of_every_module(fails):
     """The dropout of a frozen part may be off while the rest trains."""
-    model = Encoder()
+    model = Model()
     model.frozen = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)).eval()
     model.frozen[1].train()
     modes, during = [module.training for module in model.modules()], []
@@ -1006,7 +725,7 @@ def test_rollouts_restore_the_mode_of_every_module(fails):
         during.extend(module.training for module in model.modules())
         return 1 / 0 if fails else z
 
-    model.change = change
+    model.output = change
     rollout = integration.diffusion_rollout(MASK, steps=2)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         rollout([[1, 2]], Trainer(model, mask_token_id=MASK))
@@ -1028,8 +747,10 @@ def test_rollouts_for_a_trainer_that_takes_none():
     prompts = [[1, 2], [3]]
     assert Generating(mask_token_id=MASK)._generate_single_turn(prompts, None) == ["its own"]
     rollout = integration.diffusion_rollout(MASK, steps=2)
-    found = Generating(Encoder(), mask_token_id=MASK, rollout_func=rollout)._generate_single_turn(prompts, None)
-    assert [len(row) for row in found] == [4, 4]
+    trainer = Generating(Model(), mask_token_id=MASK, rollout_func=rollout)
+    trainer.processing_class.eos_token_id = None
+    found = trainer._generate_single_turn(prompts, None)
+    assert [len(row) for row in found] == [N, N]
 
     class Taking(Loop):
         def __init__(self, rollout_func):
@@ -1063,8 +784,13 @@ def test_bad_arguments_of_rollouts():
             integration.diffusion_rollout(**{"mask_token_id": MASK, "steps": 1} | {name: bad})
     with pytest.raises(TypeError, match="with_logprobs"):
         integration.diffusion_rollout(MASK, steps=1, with_logprobs=1)
-    with pytest.raises(ValueError, match="1 and 4, got 5"):
-        integration.diffusion_rollout(MASK, steps=5)(PROMPTS, Loop(Encoder()))
+    with pytest.raises(ValueError, match=r"^every prompt must have a token for shift=True, got an empty prompt$"):
+        integration.diffusion_rollout(MASK, steps=2, shift=True)([[1], []], Loop(shifted(Model())))
+    for build in (integration.diffusion_rollout, Trainer):
+        with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
+            build(mask_token_id=MASK, shift="no", **({"steps": 2} if build is not Trainer else {}))
+    with pytest.raises(ValueError, match="1 and 6, got 7"):
+        integration.diffusion_rollout(MASK, steps=7)(PROMPTS, Loop(Model()))
 
 
 # In TRL's own trainers ------------------------------------------------------------------------------------------------

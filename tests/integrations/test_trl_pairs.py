@@ -108,10 +108,10 @@ def excluded(case):
 
 
 CASES = pairs(SCORES, excluded)
-EVERY_DAY = [number for number, case in enumerate(CASES) if case["head"] not in OF_PEFT][:8]
+EVERY_DAY = [number for number, case in enumerate(CASES) if not case["head"].startswith("trained")]
 
 
-def batch(before, after, B=4):
+def batch(before=0, after=0, B=4):
     """Return ids, mask and completion length, with left-padded prompts and right-padded completions."""
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(0, PAD, (B, 9), generator=g)
@@ -173,10 +173,11 @@ def test_pairs_of_scores(number):
     plain = copy.deepcopy(model)
     plain.checkpoint, plain.output, model.shift = None, OUTPUTS["unchanged"], int(chosen["shift"])
     name, num, prompt_prob = chosen["scheme"]
-    wide = {k: v for k, v in chosen["options"].items() if k == "logits_dtype"}
+    given = {k: v for k, v in chosen["options"].items() if k == "logits_dtype"}
+    given |= {"shift": True} if chosen["shift"] else {}  # otherwise, the default
     trainer = Trainer(
         mask_token_id=MASK, scheme=name, num=num, prompt_prob=prompt_prob, iteration=chosen["iteration"],
-        shift=chosen["shift"], autocast=chosen["autocast"], **wide,
+        autocast=chosen["autocast"], **given,
     )  # fmt: skip
     trainer.temperature = chosen["temperature"]
     trainer.args.cast_lm_head_to_fp32 = "cast_lm_head_to_fp32" in chosen["options"]
@@ -185,6 +186,7 @@ def test_pairs_of_scores(number):
         scores, entropies, auxiliary = trainer._get_per_token_logps_and_entropies(
             model, ids, on.to(chosen["mask"]), keep, batch_size=chosen["batch_size"],
             compute_entropy=chosen["entropy"] != "none", compute_aux_loss=chosen["auxiliary"],
+            num_images=None,
         )  # fmt: skip
     of_iteration = {None: 0, 5: 5}.get(chosen["iteration"], 1)
     theirs, mean = by_views(plain, trainer, ids, on, keep, chosen["shift"], chosen["scheme"], of_iteration)
@@ -241,7 +243,7 @@ ROLLOUTS = {
     "around": ["nothing", "no_grad", "inference_mode", "default dtype"],
 }  # fmt: skip
 OF_ROLLOUTS = pairs(ROLLOUTS)
-DAILY = [number for number, case in enumerate(OF_ROLLOUTS) if case["head"] not in OF_PEFT][:8]
+DAILY = [number for number, case in enumerate(OF_ROLLOUTS) if case["head"] not in OF_PEFT]
 
 
 @pytest.mark.parametrize("number", every_time(DAILY, range(len(OF_ROLLOUTS))))
@@ -263,7 +265,8 @@ def test_pairs_of_rollouts(number):
         **chosen["plan"], **chosen["choice"], "cfg_scale": chosen["cfg_scale"], "infill": chosen["prompts"] == "holes",
         "delay_eos": "delayed" in chosen["eos"],
     }  # fmt: skip
-    given = {name: chosen[name] for name in ("temperature", "suppress_ids", "shift", "length", "with_logprobs")}
+    names = "temperature", "suppress_ids", "shift", "length", "with_logprobs"
+    given = {name: chosen[name] for name in names if not any(chosen[name] is default for default in (None, False))}
     rollout = integration.diffusion_rollout(MASK, **options, **given)
     torch.manual_seed(3)
     with surrounding(chosen["around"]):
@@ -284,6 +287,7 @@ def test_pairs_of_rollouts(number):
         first = len(prompt) if options["infill"] else 0
         count = sum(step >= 0 for step in steps[first:])
         assert found["completion_ids"][row] == tokens[first : first + count]
+        assert all(type(token) is int for token in found["completion_ids"][row])
         assert found["prompt_ids"][row] == (tokens[:first] if options["infill"] else prompt)
         if chosen["with_logprobs"]:
             torch.testing.assert_close(found["logprobs"][row], log_probs[first : first + count])

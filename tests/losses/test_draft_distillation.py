@@ -322,80 +322,6 @@ def test_the_teacher_is_a_constant_and_options_reach_the_op(form):
     assert torch.autograd.grad(again, [teacher, own[0]], allow_unused=True) == (None, None)
 
 
-def test_a_markov_head_of_either_side():
-    """Thin products are added to the logits; only the draft's has a gradient."""
-    i = drawn()
-    u, second, its_u, its_second = (torch.randn(*size, 3, device=DEVICE) for size in ((B, T), (V,), (B, T), (V,)))
-    loss = DraftDistillationLoss.preset("specforge-dspark")
-
-    def fused(h, u, second):
-        both = {"extra": (u, second), "teacher_extra": (its_u, its_second)}
-        return loss.forward_fused(h, i.head, i.teacher, i.targets, i.mask, **both).total_loss
-
-    def unfused(h, u, second):
-        teacher = F.linear(i.teacher, i.head) + F.linear(its_u, its_second)
-        return loss(F.linear(h, i.head) + F.linear(u, second), teacher, i.targets, i.mask).total_loss
-
-    assert_same(fused, unfused, i.hidden, u, second)
-
-
-def test_the_mean_of_a_in_lk():
-    i = drawn()
-    z, t = F.linear(i.hidden, i.head), F.linear(i.teacher, i.head)
-    out = DraftDistillationLoss("lk", None, alpha="mean", base="soft_ce")(z, t, None, i.mask)
-    expected = reference.divergence(z, t, i.mask.float(), kind="lk", alpha="mean", base="soft_ce")
-    torch.testing.assert_close(out.total_loss, expected.loss)
-
-
-@forms
-@pytest.mark.parametrize(
-    ("settings", "equal_weights"),
-    [
-        ({"normalize": "mean", "decay_from": 1}, False),
-        ({"normalize": "sequence_blocks"}, False),
-        ({"position_weights": "prefix"}, True),
-        ({"position_weights": "dpace", "confidence": "acceptance"}, True),
-    ],
-    ids=labelled,
-)
-def test_the_mean_of_a_is_independent_of_the_reduction(form, settings, equal_weights):
-    """The mean weights the rows by their decay or, with D-PACE's weights, all valid rows equally."""
-    i = drawn(1)
-    found = []
-    for reduction in ("total", "none"):
-        h, w = (t.clone().requires_grad_() for t in (i.hidden, i.head))
-        loss = DraftDistillationLoss("lk", 2.0, anchor_row=True, alpha="mean", reduction=reduction, **settings)
-        out = total(loss, form, i, h, w, block_size=BLOCK, confidence_logits=i.confidence)
-        found.append((out, *torch.autograd.grad(out.total_loss, (h, w))))
-    (out, *grads), (rows, *grads_of_rows) = found
-    torch.testing.assert_close(rows.total_loss, out.total_loss)
-    torch.testing.assert_close(grads_of_rows, grads)
-    a = out.acceptance_rate
-    shares = torch.where(i.mask, 1.0, 0.0) if equal_weights else rows.row_weights
-    if settings.get("normalize") == "sequence_blocks":
-        shares = shares / i.mask.view(B, N, BLOCK).any(-1).sum(1, keepdim=True)
-    z, t = F.linear(i.hidden, i.head), F.linear(i.teacher, i.head)
-    kl, tv = (reference.divergence(z, t, i.mask.float(), kind=kind).value for kind in ("kl", "tv"))
-    lam = torch.exp(-3 * (a * shares).sum() / shares.sum())
-    bce = F.binary_cross_entropy_with_logits(i.confidence, a, reduction="none")
-    expected = rows.row_weights * (lam * kl + (1 - lam) * tv + bce)
-    torch.testing.assert_close(rows.row_losses, expected)
-
-
-@forms
-@pytest.mark.parametrize("kind", ["kl", "ce"])
-@pytest.mark.parametrize("reduction", ["total", "none"])
-def test_rows_before_the_decay_predict_nothing(form, kind, reduction):
-    """This also holds for rows that are not masked: they do not count as misses, and have no acceptance rate."""
-    i = drawn(2)
-    loss = DraftDistillationLoss(kind, 2.0, normalize="mean", anchor_row=True, decay_from=1, reduction=reduction)
-    expected = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
-    i.mask[:, ::BLOCK] = True
-    out = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
-    for name in ("total_loss", "draft_correct", "draft_correct_per_pos", "draft_count_per_pos", "acceptance_rate"):
-        torch.testing.assert_close(getattr(out, name), getattr(expected, name))
-
-
 @forms
 @pytest.mark.parametrize("settings", [{}, {"position_weights": "dpace", "confidence": "acceptance"}], ids=labelled)
 def test_the_confidence_learns_only_the_acceptance_rate(form, settings):
@@ -425,31 +351,6 @@ def test_sampling_accepts_by_hand():
     logits = torch.randn(1, 6, V, device=DEVICE)
     with pytest.raises(ValueError, match=r"^output must have acceptance_rate, which DraftDistillationLoss returns"):
         acceptance_length(DraftDistillationLoss("ce")(logits, None, mask, mask), mask, 4, sampling=True)
-
-
-@pytest.mark.many_draws
-@forms
-def test_parts_of_a_step_add_up(form):
-    """Two micro-batches of blocks receive the counts of the whole step. The mean over weights is included."""
-    i = drawn()
-    i.mask[:, 1] = True
-    valid = in_blocks(i.mask).any(-1)
-    for normalize, counts in {
-        "tokens": {"num_tokens": 7}, "rows": {"num_tokens": i.mask.sum()}, "blocks": {"num_blocks": valid.sum()},
-        "sequences": {"num_sequences": B}, "sequence_blocks": {"num_blocks": valid.sum(1), "num_sequences": B},
-        "mean": {},
-    }.items():  # fmt: skip
-        for settings in ({}, {"position_weights": "dpace", "confidence": "acceptance"}):
-            loss = DraftDistillationLoss("kl", normalize=normalize, anchor_row=True, **settings)
-            whole = total(loss, form, i, i.hidden, i.head, block_size=BLOCK, **counts)
-            arguments = {"total_weight": whole.weight_sum} if normalize == "mean" else counts
-
-            def part(columns, loss=loss, arguments=arguments):
-                cut = SimpleNamespace(**{n: t if n == "head" else t[:, columns] for n, t in vars(i).items()})
-                return total(loss, form, cut, cut.hidden, i.head, block_size=BLOCK, **arguments).total_loss
-
-            parts = part(slice(0, BLOCK)) + part(slice(BLOCK, None))
-            torch.testing.assert_close(parts, whole.total_loss, msg=normalize)
 
 
 PRODUCTS = [
@@ -512,37 +413,6 @@ def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "settings"),
-    [
-        (ValueError, "kind must be one of kl, ", {"kind": "js"}),
-        (TypeError, "kind must be a name or a dict of names and coefficients, got list", {"kind": ["kl"]}),
-        (ValueError, "beta only applies to kind='jsd', got kind='kl'", {"beta": 0.5}),
-        (ValueError, "confidence must be one of target, teacher, acceptance, got 'draft'", {"confidence": "draft"}),
-        (ValueError, "temperature must be positive, from ", {"temperature": 0.0}),
-        (TypeError, "temperature must be a number, got NoneType", {"temperature": None}),
-        (TypeError, "confidence_weight must be a number, got str", {"confidence_weight": "1"}),
-        (ValueError, "confidence_weight must be finite and non-negative, got -1.0", {"confidence_weight": -1.0}),
-        (ValueError, "confidence_weight must be finite and non-negative, got nan", {"confidence_weight": float("nan")}),
-        (TypeError, "decay_from must be an int, got float", {"decay_from": 1.0}),
-        (ValueError, "decay_from must be at least 0, got -1", {"decay_from": -1}),
-        (ValueError, "normalize must be one of tokens, rows, mean, blocks, ", {"normalize": "sum"}),
-        (ValueError, "loss_gamma must be a number other than 0, or None, got 0.0", {"loss_gamma": 0.0}),
-    ],
-    ids=labelled,
-)
-def test_bad_settings(error, message, settings):
-    """Settings are checked at construction, and in each call because attributes may be assigned later."""
-    with pytest.raises(error, match="^" + re.escape(message)):
-        DraftDistillationLoss(**settings)
-    loss = DraftDistillationLoss()
-    for name, value in settings.items():
-        setattr(loss, name, value)
-    i = drawn()
-    with pytest.raises(error, match="^" + re.escape(message)):
-        total(loss, "hidden", i, i.hidden, i.head)
 
 
 @pytest.mark.parametrize("stored", ["", "draft", "teacher"])
@@ -670,17 +540,6 @@ def test_the_loss_equals_dpace_weights_times_the_divergence():
     out = total(DraftDistillationLoss(position_weights="dpace", confidence="acceptance"), "hidden", i, i.hidden, i.head)
     torch.testing.assert_close(out.total_loss, (weights * each.loss).sum())
     assert out.draft_correct_per_pos is None
-
-
-@pytest.mark.parametrize("weights", ["decay", "dpace"])
-def test_a_coefficient_of_the_cross_entropy_without_a_teacher(weights):
-    """With a decay, it is a factor of the row weights. With D-PACE, each row of the loss is multiplied by it."""
-    logits, targets, mask = torch.randn(1, 6, 11), torch.randint(0, 11, (1, 6)), torch.ones(1, 6)
-    losses = [
-        DraftDistillationLoss({"ce": c}, position_weights=weights)(logits, None, targets, mask, block_size=4).total_loss
-        for c in (1.0, 0.25)
-    ]
-    torch.testing.assert_close(losses[1], 0.25 * losses[0])
 
 
 @pytest.mark.parametrize("bonus", [False, True])

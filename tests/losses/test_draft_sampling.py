@@ -196,24 +196,6 @@ def test_the_acceptance_of_a_perfect_draft_after_a_prefix(anchor_row, form):
             acceptance_length(matches, mask, 4, anchor_row=anchor_row, prefix=prefix - 1)
 
 
-@pytest.mark.parametrize("decay_from", [1, 2])
-def test_the_acceptance_of_a_perfect_draft_whose_first_rows_predict_nothing(decay_from):
-    """Also if their mask is 1."""
-    torch.manual_seed(0)
-    x, mask = torch.randn(2, 12, 9, device=DEVICE), torch.ones(2, 12, device=DEVICE)
-    out = DraftDistillationLoss("kl", anchor_row=True, decay_from=decay_from)(x, x, None, mask, block_size=4)
-    for sampling in (False, True):
-        length = acceptance_length(out, mask, 4, anchor_row=True, sampling=sampling)
-        torch.testing.assert_close(length.item(), 4.0 - decay_from)
-
-
-def test_a_prefix_of_one_is_the_default():
-    x, y, mask = torch.randn(2, 6, 9), torch.randint(0, 9, (2, 6)), torch.ones(2, 6)
-    one = torch.ones(2, 2, dtype=torch.int32)
-    loss = DFlashDecayLoss(3.0)
-    assert torch.equal(loss(x, y, mask, block_size=4, prefix=one).total_loss, loss(x, y, mask, block_size=4).total_loss)
-
-
 @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
 def test_the_gammas_of_the_paper(block_size, gamma):
     T = 2 * (block_size - 1)

@@ -63,6 +63,8 @@ def test_noise_and_probabilities_swapped(name, form):
     for kind in (torch.float32, torch.int64, torch.float16):
         raises(message, name, form, noise=TIMES, p=NOISE.to(kind))
     raises(message, name, form, noise=TIMES.bfloat16(), p=NOISE)
+    message = "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?"
+    raises(message, name, form, noise=TIMES, p=NOISE.bool())
 
 
 @forms

@@ -6,20 +6,14 @@ import pytest
 import torch
 
 from dllm_kernels import (
-    BlockDiffusionCrossEntropyLoss,
-    DFlashDecayLoss,
-    DraftDistillationLoss,
     FusedLinearCrossEntropy,
     HybridDiffusionLLMLoss,
-    IDLMLoss,
     MaskedCrossEntropy,
     MDLMCrossEntropyLoss,
     PolicyLoss,
     PolicyObjective,
     SCDDLoss,
     calculate_mtp_loss,
-    encoder_ar_loss,
-    encoder_ar_loss_fused,
     ops,
     policy_views,
 )
@@ -29,7 +23,7 @@ B, L, V, D = 2, 3, 10, 4
 X, Y, ON = torch.randn(B, L, V), torch.zeros(B, L, dtype=torch.long), torch.ones(B, L)
 H, W, P = torch.randn(B, L, D), torch.randn(V, D), torch.full((B, L), 0.5)
 BAD = torch.tensor([[0, V, 0], [0, 0, 0]])
-TWICE, HEAD = torch.cat([X, X], 1), torch.nn.Linear(D, V)
+HEAD = torch.nn.Linear(D, V)
 
 
 def first(stats):
@@ -55,43 +49,21 @@ def of_depths_from_logits(ids, on):
     )  # fmt: skip
 
 
-# (ids, mask of the rows that count) -> result; the argument that an error names.
+# (ids, mask of the rows that count) -> result; the argument that an error names. tests/ops/test_errors.py has the other
+# losses and ops.
 CALLS = {
-    "token_nll": (lambda y, on: ops.token_nll(X, y, active=on), "targets"),
-    "weighted_nll": (lambda y, on: ops.weighted_nll(X, y, on), "targets"),
-    "linear_token_nll": (lambda y, on: ops.linear_token_nll(H, W, y, active=on), "targets"),
-    "weighted_linear_nll": (lambda y, on: ops.weighted_linear_nll(H, W, y, on), "targets"),
-    "row_stats": (lambda y, on: ops.row_stats(X, y, active=on), "ids"),
-    "linear_row_stats": (lambda y, on: ops.linear_row_stats(H, W, y, active=on), "ids"),
     "row_objective": (lambda y, on: ops.row_objective(X, y, first, active=on), "ids"),
     "linear_row_objective": (lambda y, on: ops.linear_row_objective(H, W, y, first, active=on), "ids"),
     "token_log_probs": (lambda y, on: ops.token_log_probs(X, y, active=on), "ids"),
     "divergence": (lambda y, on: ops.divergence(X, X, on, kind={"ce": 1, "kl": 1}, targets=y), "targets"),
     "soft_embedding": (lambda y, on: ops.soft_embedding(H, W, W, bump=1.0, bump_ids=y, active=on), "bump_ids"),
-    "mdlm": (lambda y, on: MDLMCrossEntropyLoss()(X, y, ON, P, on), "target_ids"),
     "mdlm, noise": (lambda y, on: MDLMCrossEntropyLoss().forward_fused(H, W, y, on, P, ON), "target_ids"),
-    "block": (lambda y, on: BlockDiffusionCrossEntropyLoss()(X, y, ON, P, on), "target_ids"),
-    "hybrid": (lambda y, on: HybridDiffusionLLMLoss()(X, y, on, P, ON), "target_ids"),
     "hybrid, AR": (
         lambda y, on: HybridDiffusionLLMLoss()(X, y, 0 * ON, P, ON, loss_mask_ar=on, causal_logits=X), "target_ids",
     ),
-    "hybrid, one tensor": (
-        lambda y, on: HybridDiffusionLLMLoss().forward_fused(TWICE[..., :D], W, y, 0 * ON, P, ON, loss_mask_ar=on),
-        "target_ids",
-    ),
-    "scdd": (lambda y, on: SCDDLoss(V - 1)(X, y, ON, P, on, noisy_input_ids=Y), "target_ids"),
-    "mdlm, shift": (lambda y, on: MDLMCrossEntropyLoss(shift=True).forward_fused(H, W, y, ON, P, on), "target_ids"),
-    "hybrid, shift": (lambda y, on: HybridDiffusionLLMLoss(shift=True)(X, y, on, P, ON), "target_ids"),
-    "scdd, shift": (lambda y, on: SCDDLoss(V - 1, shift=True)(X, y, ON, P, on, noisy_input_ids=Y), "target_ids"),
-    "idlm": (lambda y, on: IDLMLoss()(TWICE, y, on, ON, seq_len=L), "target_ids"),
-    "encoder_ar": (lambda y, on: encoder_ar_loss(X, y, on), "input_ids"),
-    "encoder_ar, fused": (lambda y, on: encoder_ar_loss_fused(H, W, y, on), "input_ids"),
-    "dflash": (lambda y, on: DFlashDecayLoss()(X, y, on), "target_ids"),
-    "distillation": (lambda y, on: DraftDistillationLoss(kind="ce")(X, None, y, on), "target_ids"),
     "policy": (of_policy, "ids"),
     "policy, shift": (lambda y, on: of_policy(y, on, shift=True), "ids"),
     "MaskedCrossEntropy": (lambda y, on: MaskedCrossEntropy()(X, y, mask=on), "labels"),
-    "FusedLinearCrossEntropy": (lambda y, on: FusedLinearCrossEntropy()(H, y, W, loss_weights=on), "labels"),
     "MTP": (of_depths, r"mtp_per_depth_targets\[0\]"),
     "MTP from logits": (of_depths_from_logits, r"mtp_per_depth_targets\[0\]"),
 }  # fmt: skip
@@ -117,10 +89,7 @@ def test_on_a_cpu_a_bad_target_of_a_row_that_counts_is_an_error(name, unset, mon
 
 
 def test_the_first_target_of_a_next_token_loss_is_not_predicted(unset):
-    ids = torch.tensor([[V, 0, 0], [-1, 0, 0]])
-    assert encoder_ar_loss(X, ids).isfinite()
-    assert IDLMLoss()(TWICE, ids, ON, ON, seq_len=L).total_loss.isfinite()
-    options = {"loss_mask_ar": ON, "causal_logits": X}
+    ids, options = torch.tensor([[V, 0, 0], [-1, 0, 0]]), {"loss_mask_ar": ON, "causal_logits": X}
     assert HybridDiffusionLLMLoss()(X, ids, 0 * ON, P, ON, **options).total_loss.isfinite()
 
 

@@ -289,6 +289,9 @@ def test_bad_input_of_the_base_losses():
     raises(ValueError, softcap, fused, logit_softcapping=-1e19)
     raises(TypeError, "logit_softcapping must be a number or None, got str", fused, logit_softcapping="30")
     raises(ValueError, "chunk_size must be at least 1, got 0", fused, chunk_size=0)
+    raises(TypeError, "chunk_size must be an int, got str", fused, chunk_size="8")
+    call.chunk_size = True
+    raises(TypeError, "chunk_size must be an int, got bool", call, hidden, labels, model.lm_head.weight)
     raises(ValueError, "mask must have shape (22,)", masked(), x, labels, mask=torch.ones(3))
     raises(ValueError, f"logits {GIVEN}MaskedCrossEntropy, got None", calculate_loss, masked(), labels=labels)
     raises(ValueError, f"labels {GIVEN}MaskedCrossEntropy, got None", calculate_loss, masked(), logits=x)

@@ -1,6 +1,7 @@
-"""Every op has a case in ``tests/support/op_cases.py``, which describes its results."""
+"""Every op has a case in ``tests/support/op_cases.py``, which describes its results; and what holds for every case."""
 
 import inspect
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,27 @@ import torch
 from dllm_kernels import ops
 from tests.conftest import DEVICE
 from tests.support.inputs import Source
-from tests.support.op_cases import FIRST_OPS, OF_EVERY_KIND, OP_CASES, Rows, name_of, results
+from tests.support.memory import without_garbage_collection
+from tests.support.op_cases import DIFFERENTIABLE, FIRST_OPS, OF_EVERY_KIND, OP_CASES, Rows, name_of, results
+
+# With the ops that take no logits.
+ALL = [*OF_EVERY_KIND, *((None, case) for case in OP_CASES if not case.kinds)]
+of_every_kind = pytest.mark.parametrize(("kind", "case"), ALL, ids=name_of)
+
+
+def drawn(kind, *, active=True):
+    """Return leaves, which are NaN if no row is active, and rows."""
+    r = Rows.drawn(2, 3, V=11, device=DEVICE)
+    leaves = Source(kind).leaves((2, 3), 11) if kind else [r.positive]
+    if not active:
+        leaves[0].fill_(torch.nan)
+        r = Rows.of(r.ids, r.mask & False, r.positive)
+    return [leaf.requires_grad_() for leaf in leaves], r
+
+
+def called(kind, case, leaves, r, **options):
+    x = Source(kind).argument(*leaves) if kind else None
+    return case(x, r, **case.accepted(**options))
 
 
 def test_every_op_has_a_case():
@@ -26,10 +47,10 @@ def test_every_file_of_an_op_has_tests_of_its_own():
     assert not missing, f"add tests/ops/test_<op>.py for {missing} of dllm_kernels/ops"
 
 
-@pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
+@of_every_kind
 def test_the_results_that_a_case_names_are_differentiable(kind, case):
-    leaves = [leaf.requires_grad_() for leaf in Source(kind).leaves((2, 3), 11)]
-    out = results(case(Source(kind).argument(*leaves), Rows.drawn(2, 3, V=11, device=DEVICE)))
+    leaves, r = drawn(kind)
+    out = results(called(kind, case, leaves, r))
     assert {name for name, t in out.items() if t.requires_grad} == set(case.differentiable)
 
 
@@ -37,3 +58,73 @@ def test_the_results_that_a_case_names_are_differentiable(kind, case):
 def test_the_oracle_of_a_case_has_its_results(case):
     logits, r = torch.randn(2, 3, 11, dtype=torch.float64, device=DEVICE), Rows.drawn(2, 3, V=11, device=DEVICE)
     torch.testing.assert_close(case.values(case(logits, r)), case.oracle(logits, r), check_dtype=False)
+
+
+@pytest.mark.covering(1, most=2)
+@of_every_kind
+def test_inputs_are_not_modified(kind, case, backend):
+    leaves, r = drawn(kind)
+    tensors = [*leaves, *r]
+    before, versions = [t.clone() for t in tensors], [t._version for t in tensors]
+    out = called(kind, case, leaves, r, backend=backend)
+    if case.differentiable:
+        torch.autograd.grad([t.sum() for t in case.values(out)], leaves)
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
+    assert [t._version for t in tensors] == versions
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
+def test_inputs_are_freed(kind, case, with_grad, backend):
+    with without_garbage_collection():
+        leaves, r = drawn(kind)
+        seen, x = [weakref.ref(leaf) for leaf in leaves], Source(kind).argument(*leaves)
+        out = case(x, r, backend=backend)
+        if with_grad and case.differentiable:
+            sum(t.sum() for t in case.values(out)).backward()
+        del leaves, x, out
+        assert [ref() for ref in seen] == [None] * len(seen)
+
+
+COUNTED = [(kind, case) for kind, case in OF_EVERY_KIND if case.syncs and case.syncs[0]]  # that have a mask
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("bound", [None, 0])
+@pytest.mark.parametrize(("kind", "case"), COUNTED, ids=name_of)
+def test_no_active_row(kind, case, bound, backend):
+    """No row is read. Every result and every gradient is 0, for any upstream gradient, and ids are -100."""
+    leaves, r = drawn(kind, active=False)
+    out = case(Source(kind, num_active=bound).argument(*leaves), r, backend=backend)
+    for t in results(out).values():
+        assert t.eq(-100 if t.dtype == torch.int64 else 0).all()
+    if case.differentiable:
+        values = case.values(out)
+        grads = torch.autograd.grad(values, leaves, [torch.full_like(t, torch.inf) for t in values])
+        assert all(grad.eq(0).all() for grad in grads)
+
+
+# Of sums from a head, whose gradients are computed in the forward pass.
+ADVICE = {
+    "weighted_nll": "recompute the loss to run backward again, or use linear_token_nll",
+    "row_objective": "linear_row_objective computes its gradients .* use linear_row_stats",
+    "divergence": 'linear_divergence computes its gradients .* use reduction="none"',
+    "topk_divergence": "computes its gradients in the forward pass",
+}
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize(
+    ("kind", "case"), [(kind, case) for kind, case in OF_EVERY_KIND if case in DIFFERENTIABLE], ids=name_of
+)
+def test_backward_twice(kind, case, backend):
+    leaves, r = drawn(kind)
+    values = case.values(case(Source(kind).argument(*leaves), r, backend=backend))
+    upstream = [torch.randn_like(t) for t in values]
+    first = torch.autograd.grad(values, leaves, upstream, retain_graph=True)
+    if kind == "head" and not values[0].dim():
+        with pytest.raises(RuntimeError, match=ADVICE[case.name.partition(",")[0]]):
+            torch.autograd.grad(values, leaves, upstream)
+        return
+    assert all(map(torch.equal, first, torch.autograd.grad(values, leaves, upstream)))

@@ -266,7 +266,7 @@ def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-# in eager mode, all of them: tests/losses/test_target_range.py
+# in eager mode, all of them: tests/ops/test_errors.py
 @pytest.mark.parametrize("name", usually(["row_stats", "hybrid"], [case.name for case in FIRSTS]))
 def test_targets_are_checked_in_one_graph(name, form, grad, monkeypatch):
     """The check is part of the compiled step: it runs in each step, with the same message as in eager mode."""

@@ -456,21 +456,6 @@ def test_autocast():
     assert torch.autograd.grad(out.loss, h)[0].dtype == torch.float32
 
 
-def test_a_second_backward():
-    """A second backward raises an error with advice from hidden states.
-
-    It works from logits, and with one loss per row.
-    """
-    h, w, th = torch.randn(4, D, requires_grad=True), torch.randn(V, D), torch.randn(4, D)
-    loss = linear_divergence(h, w, th).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r'linear_divergence computes its gradients .* use reduction="none"'):
-        loss.backward()
-    for out in (divergence(h @ w.t(), th @ w.t()).loss, linear_divergence(h, w, th, reduction="none").loss.sum()):
-        first, second = (torch.autograd.grad(out, h, retain_graph=True)[0] for _ in range(2))
-        torch.testing.assert_close(first, second)
-
-
 LAYOUTS = {
     "positions sliced": lambda: (torch.randn(2, 6, V)[:, :-1], torch.randn(2, 6, V)[:, 1:]),
     "transposed": lambda: (torch.randn(5, 2, V).transpose(0, 1), torch.randn(2, 5, V)),

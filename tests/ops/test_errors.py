@@ -1,6 +1,8 @@
 """Bad input: each message names the argument, the expected condition and the value, before any kernel runs."""
 
 import functools
+import itertools
+import math
 import re
 import subprocess
 import sys
@@ -16,7 +18,6 @@ from dllm_kernels import (
     DFlashDecayLoss,
     DLLMLossOutput,
     FusedLinearCrossEntropy,
-    IDLMLoss,
     MaskedCrossEntropy,
     MDLMCrossEntropyLoss,
     SCDDLoss,
@@ -323,7 +324,7 @@ def test_unused_arguments_have_no_effect(case, form):
     call = Call(case, form)
     expected = call()
     for name, good in call.of("unused"):
-        for value in (None, good, good[:1]):
+        for value in (None, good, good[:1], 7 * good):
             assert torch.equal(call(**{name: value}), expected)
     for name, good in call.of("mask"):
         if name not in call.arguments:
@@ -381,27 +382,32 @@ def all_on(call):
     return masks | {name: ON / 2 for name, _ in call.of("probability")}
 
 
-@pytest.mark.everyday(24)
+@pytest.mark.everyday(40)
 @every_loss
 def test_bad_targets_are_named(case, form, monkeypatch):
-    """The error gives the position in the caller's tensor.
+    """On a CPU, unless the check is switched off. The error gives the position in the caller's tensor.
 
-    This also holds if the loss shifts the targets and never predicts the first token.
+    This also holds if the loss shifts the targets and never predicts the first token. Rows that do not count are not
+    checked.
     """
-    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    monkeypatch.delenv("DLLM_KERNELS_CHECK", raising=False)
     call = Call(case, form)
-    name = call.targets
-    message = f"{name} must lie in [0, {V}) or be -100, got 7 at position "
-    for where in ((1, 2), (0, 1)):
-        y = Y.clone()
-        y[where], y[1, 1] = 7, -100
-        raises(IndexError, message + str(where), call, **all_on(call), **{name: y})
+    name, on, masks = call.targets, all_on(call), dict(call.of("mask", "weight", "noise", "active", "factor"))
+    message = f"{name} must lie in [0, {V}) or be -100, got"
+    for where, bad in itertools.product(((1, 2), (0, 1)), (7, -1, -99)):
+        y, off = Y.clone(), ON.clone()
+        y[where], y[1, 1], off[where] = bad, -100, 0
+        raises(IndexError, f"{message} {bad} at position {where}", call, **on, **{name: y})
+        if masks:
+            call(**on | dict.fromkeys(masks, off), **{name: y})
     first = Y.clone()
     first[:, 0] = 7
     if predicts_the_first_token(call):
-        raises(IndexError, message + "(0, 0)", call, **all_on(call), **{name: first})
+        raises(IndexError, f"{message} 7 at position (0, 0)", call, **on, **{name: first})
     else:
-        call(**all_on(call), **{name: first})
+        call(**on, **{name: first})
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "0")
+    call(**on, **{name: y})
 
 
 def predicts_the_first_token(call):
@@ -410,31 +416,6 @@ def predicts_the_first_token(call):
     other[:, 0] = 1
     values = [call(**{**all_on(call), call.targets: y}) for y in (Y, other)]
     return not torch.equal(*values)
-
-
-@losses_with_roles("probability")
-def test_swapped_masks_are_found(case, form):
-    call = Call(case, form)
-    noise, p = torch.tensor([[True, False, True]] * B), torch.full((B, L), 0.5)
-    on = all_on(call) | {"noise_mask": noise, "p_mask": p}
-    expected = call(**on)
-    message = "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?"
-    raises(ValueError, message, call, **(on | {"noise_mask": p, "p_mask": noise}))
-    message = "noise_mask must hold no fractions, got 0.5 at position (0, 0); are noise_mask and p_mask swapped?"
-    for kind in (torch.float32, torch.int64):
-        raises(ValueError, message, call, **(on | {"noise_mask": p, "p_mask": noise.to(kind)}))
-    for kind in (torch.bool, torch.int64, torch.float32, torch.bfloat16):
-        assert call(**(on | {"noise_mask": noise.to(kind)})) == expected
-    whole = torch.tensor([[1.0, 0.5, 3.0]] * B)  # where it is supervised
-    assert call(**(on | {"noise_mask": whole, "loss_mask": noise})) == expected
-
-
-def test_swapped_masks_of_a_loss_that_uses_neither():
-    call = Call(BY_NAME["block diffusion"], "logits")
-    raises(
-        ValueError, "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?", call, p_mask=ON > 0
-    )
-    assert call(noise_mask=ON, p_mask=ON * 7) == call()
 
 
 @pytest.mark.everyday(23)
@@ -487,19 +468,105 @@ def test_a_type_is_named_with_its_module():
     raises(TypeError, message, corrupt_uniform, Y, ON, 0, generator=np.random.default_rng(0))
 
 
-def test_idlm_settings():
-    raises(TypeError, "clean_loss_weight must be a number, got str", IDLMLoss, "0.2")
-    raises(TypeError, "clean_loss_weight must be a number, got bool", IDLMLoss, True)
-    message = "clean_loss_weight must be a number, got torch.nn.parameter.Parameter"
-    raises(TypeError, message, IDLMLoss, torch.nn.Parameter(torch.ones(())))
-    raises(ValueError, "clean_loss_weight must be finite, got nan", IDLMLoss, float("nan"))
-    loss = IDLMLoss(np.float32(0.5), np.bool_(True))
-    assert loss.auto_balance is True
-    raises(TypeError, "clean_loss_weight must be a number, got fractions.Fraction", IDLMLoss, Fraction(1, 2))
-    loss.auto_balance = "no"
-    raises(TypeError, "auto_balance must be a bool, got str", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
-    loss.clean_loss_weight, loss.auto_balance = float("inf"), True
-    raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
+SIZE_OF_CHUNK = [(size, error, f"chunk_size {message}") for error, message, size in SIZES]
+NO_ALPHA = "alpha must be a number or a 0-d tensor, got "
+
+
+NORMALIZE = "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'"
+NO_GAMMA, NO_COST = "loss_gamma must be a number ", "confidence_weight must be finite and non-negative, got "
+SHIFT = {"shift": [("no", TypeError, "shift must be a bool, got str")]}
+PARAMETER = torch.nn.Parameter(torch.tensor(2.0))
+# case -> setting -> (invalid value, error, message)
+SETTINGS = {
+    "idlm": {
+        "clean_loss_weight": [
+            *((value, TypeError, f"clean_loss_weight must be a number, got {kind}") for value, kind in (
+                ("0.2", "str"), (True, "bool"), (PARAMETER, "torch.nn.parameter.Parameter"),
+                (Fraction(1, 2), "fractions.Fraction"),
+            )),
+            *((value, ValueError, f"clean_loss_weight must be finite, got {value}") for value in (math.nan, math.inf)),
+        ],
+        "auto_balance": [("no", TypeError, "auto_balance must be a bool, got str")],
+    },
+    "scdd": {
+        "mask_token_id": [
+            (1.0, TypeError, "mask_token_id must be an int, got float"),
+            (True, TypeError, "mask_token_id must be an int, got bool"),
+            (-1, ValueError, "mask_token_id must be at least 0, got -1"),
+        ],
+        "num_timesteps": [
+            (1, ValueError, "num_timesteps must be at least 2, got 1"),
+            (10.0, TypeError, "num_timesteps must be an int, got float"),
+        ],
+        "max_ratio": [(1.0, ValueError, "max_ratio must lie in [0, 1), got 1.0")],
+        "gamma_shape": [(None, TypeError, "gamma_shape must be a number, got NoneType")],
+        "t_peak": [(1.0, ValueError, "t_peak must lie in (0, 1), got 1.0")],
+        "chunk_size": SIZE_OF_CHUNK,
+    },
+    "dflash": {
+        "normalize": [("sum", ValueError, NORMALIZE)],
+        "loss_gamma": [
+            (0.0, ValueError, NO_GAMMA + "other than 0, or None, got 0.0"),
+            (math.nan, ValueError, NO_GAMMA + "other than 0, or None, got nan"),
+            ("7", TypeError, NO_GAMMA + "or None, got str"), (True, TypeError, NO_GAMMA + "or None, got bool"),
+            (PARAMETER, ValueError, "loss_gamma must not require a gradient"),
+        ],
+        "position_weights": [
+            (word, ValueError, "position_weights must be one of decay, dpace, ") for word in ("linear", None)
+        ],
+        "dpace_alpha": [
+            (2, ValueError, "dpace_alpha must lie in [0, 1], got 2"),
+            (-1, ValueError, "dpace_alpha must lie in [0, 1], got -1"),
+            (None, TypeError, "dpace_alpha must be a number, got NoneType"),
+        ],
+        "anchor_row": [("no", TypeError, "anchor_row must be a bool, got str")],
+        "chunk_size": SIZE_OF_CHUNK,
+    },
+    "distillation": {
+        "kind": [
+            ("js", ValueError, "kind must be one of kl, "),
+            (["kl"], TypeError, "kind must be a name or a dict of names and coefficients, got list"),
+        ],
+        "beta": [(0.5, ValueError, "beta only applies to kind='jsd', got kind=")],
+        "confidence": [("draft", ValueError, "confidence must be one of target, teacher, acceptance, got 'draft'")],
+        "temperature": [
+            (0.0, ValueError, "temperature must be positive, from "),
+            (None, TypeError, "temperature must be a number, got NoneType"),
+        ],
+        "confidence_weight": [
+            ("1", TypeError, "confidence_weight must be a number, got str"),
+            *((value, ValueError, f"{NO_COST}{value}") for value in (-1.0, math.nan)),
+        ],
+        "decay_from": [
+            (1.0, TypeError, "decay_from must be an int, got float"),
+            (-1, ValueError, "decay_from must be at least 0, got -1"),
+        ],
+        "normalize": [("sum", ValueError, NORMALIZE)],
+        "loss_gamma": [(0.0, ValueError, NO_GAMMA + "other than 0, or None, got 0.0")],
+    },
+    "hybrid": SHIFT | {
+        "alpha": [
+            (torch.ones(2, 1, 1), ValueError, f"{NO_ALPHA}a tensor of shape (2, 1, 1), torch.float32"),
+            (torch.ones(2), ValueError, f"{NO_ALPHA}a tensor of shape (2,), torch.float32"),
+            (torch.tensor(1j), ValueError, f"{NO_ALPHA}a tensor of shape (), torch.complex64"),
+            (None, TypeError, f"{NO_ALPHA}NoneType"),
+            *((value, ValueError, f"alpha must be finite, got {value}") for value in (math.nan, math.inf, -math.inf)),
+        ],
+    },
+    "mdlm": SHIFT, "block diffusion": SHIFT,
+}  # fmt: skip
+
+
+@forms
+@pytest.mark.parametrize(("name", "setting"), [(name, setting) for name, of in SETTINGS.items() for setting in of])
+def test_settings_are_checked_at_construction_and_in_each_call(name, setting, form):
+    """In each call, too, because attributes may be assigned later."""
+    call = Call(BY_NAME[name], form)
+    for value, error, message in SETTINGS[name][setting]:
+        raises(error, message, call.case.loss, **{**call.case.settings, setting: value})
+        loss = call.case.loss(**call.case.settings)
+        setattr(loss, setting, value)
+        raises(error, message, Case._of(loss, form), **call.arguments)
 
 
 scdd = of_losses([(case, form) for case, form in FORMS if case.loss is SCDDLoss])
@@ -520,33 +587,6 @@ def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(case, form, bad):
     message = f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 0)"
     raises(ValueError, message, call, **on, p_mask=p)
     assert call(**(on | {"loss_mask": off}), p_mask=p).isfinite()  # in a sequence that is not supervised
-
-
-@pytest.mark.parametrize(
-    ("setting", "error", "message"),
-    [
-        ({"mask_token_id": 1.0}, TypeError, "mask_token_id must be an int, got float"),
-        ({"mask_token_id": True}, TypeError, "mask_token_id must be an int, got bool"),
-        ({"mask_token_id": -1}, ValueError, "mask_token_id must be at least 0, got -1"),
-        ({"num_timesteps": 1}, ValueError, "num_timesteps must be at least 2, got 1"),
-        ({"num_timesteps": 10.0}, TypeError, "num_timesteps must be an int, got float"),
-        ({"max_ratio": 1.0}, ValueError, "max_ratio must lie in [0, 1), got 1.0"),
-        ({"gamma_shape": None}, TypeError, "gamma_shape must be a number, got NoneType"),
-        ({"t_peak": 1.0}, ValueError, "t_peak must lie in (0, 1), got 1.0"),
-        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
-        ({"chunk_size": "8"}, TypeError, "chunk_size must be an int, got str"),
-    ],
-)
-def test_scdd_settings(setting, error, message):
-    """Settings are checked at construction, and in each call because attributes may be assigned later."""
-    raises(error, message, SCDDLoss, **({"mask_token_id": 1} | setting))
-    for form in (SCDDLoss.forward, functools.partial(SCDDLoss.forward_fused, lm_head_weight=W)):
-        loss = SCDDLoss(1)
-        for name, value in setting.items():
-            setattr(loss, name, value)
-        x = {"logits": X} if form is SCDDLoss.forward else {"hidden": H}
-        batch = {"target_ids": Y, "noise_mask": ON, "p_mask": ON, "loss_mask": ON, "noisy_input_ids": Y}
-        raises(error, message, form, self=loss, **x, **batch)
 
 
 def test_statistics_are_not_rounded():
@@ -664,51 +704,6 @@ def test_acceptance_length_arguments():
     assert acceptance_length(one, unread, 4, sampling=True) == 0
     given = torch.tensor([[1, 1], [3, 1]])  # a row of a given token is not read, nor those behind it
     assert acceptance_length(one.roll(-1, 1), on, 4, sampling=True, prefix=given) == 0
-
-
-def test_dflash_settings():
-    message = "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'"
-    raises(ValueError, message, DFlashDecayLoss, normalize="sum")
-    raises(ValueError, "loss_gamma must be a number other than 0, or None, got 0.0", DFlashDecayLoss, 0)
-    raises(ValueError, "loss_gamma must be a number other than 0, or None, got nan", DFlashDecayLoss, float("nan"))
-    for word in ("7", True):
-        raises(TypeError, f"loss_gamma must be a number or None, got {type(word).__name__}", DFlashDecayLoss, word)
-    raises(ValueError, "position_weights must be one of decay, dpace, ", DFlashDecayLoss, position_weights="linear")
-    raises(ValueError, "dpace_alpha must lie in [0, 1], got 2", DFlashDecayLoss, dpace_alpha=2)
-    raises(TypeError, "dpace_alpha must be a number, got NoneType", DFlashDecayLoss, dpace_alpha=None)
-    raises(TypeError, "anchor_row must be a bool, got str", DFlashDecayLoss, anchor_row="no")
-    raises(ValueError, "chunk_size must be at least 1, got 0", DFlashDecayLoss, chunk_size=0)
-
-
-@pytest.mark.parametrize(("error", "message", "size"), SIZES, ids=str)
-def test_chunk_sizes_of_the_constructor(error, message, size):
-    """The chunk size is checked at construction, and after the attribute is assigned."""
-    message = f"chunk_size {message}"
-    raises(error, message, DFlashDecayLoss, chunk_size=size)
-    raises(error, message, FusedLinearCrossEntropy, chunk_size=size)
-    dflash, linear = DFlashDecayLoss(), FusedLinearCrossEntropy()
-    dflash.chunk_size = linear.chunk_size = size
-    raises(error, message, dflash.forward_fused, H, W, Y, ON)
-    raises(error, message, dflash, X, Y, ON)
-    raises(error, message, linear, H, Y, W)
-
-
-def test_dflash_settings_assigned_after_construction():
-    for name, value, message in (
-        (
-            "normalize",
-            "sum",
-            "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'",
-        ),
-        ("loss_gamma", 0.0, "loss_gamma must be a number other than 0, or None, got 0.0"),
-        ("position_weights", None, "position_weights must be one of decay, dpace, "),
-        ("dpace_alpha", -1, "dpace_alpha must lie in [0, 1], got -1"),
-        ("loss_gamma", torch.nn.Parameter(torch.tensor(2.0)), "loss_gamma must not require a gradient"),
-    ):
-        loss = DFlashDecayLoss()
-        setattr(loss, name, value)
-        raises(ValueError, message, loss, X, Y, ON)
-        raises(ValueError, message, loss.forward_fused, H, W, Y, ON)
 
 
 @pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])

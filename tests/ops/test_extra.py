@@ -13,8 +13,8 @@ import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels import ops
 from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
-from tests.conftest import DEVICE, every_time, usually
-from tests.support.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
+from tests.conftest import DEVICE, every_time
+from tests.support.cases import FEWER, FIRSTS, to_device, upstream_for, value_of
 from tests.support.parity import assert_parity
 from tests.support.recorded import multiplications
 
@@ -169,37 +169,6 @@ def test_backward_rejects_a_second_part_changed_in_place(changed):
     extra[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         nll.sum().backward()
-
-
-@pytest.fixture
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.covering(1, most=1)
-@pytest.mark.usefixtures("_fresh_dynamo")
-@pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 1), (1, 0, 0, 1, 0)], ids=str)
-@pytest.mark.parametrize("name", usually(OPS[:2], OPS))
-def test_compiled_is_eager(name, trains):
-    case = BY_NAME[name]
-    inputs, (leaves, upstream) = drawn(case), draw(case, torch.float64)(0)
-
-    def step(h, w, b, u, second):
-        return ours(case, inputs, chunk_size=5)(h.tanh(), w, b, u.tanh(), second)
-
-    results = []
-    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        fresh = [leaf.detach().clone().requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True)]
-        value = function(*fresh)
-        value.backward(upstream.to(value.dtype))
-        results.append([value.detach(), *(leaf.grad for leaf in fresh)])
-    for eager, compiled in zip(*results, strict=True):
-        assert (eager is None) == (compiled is None)
-        if eager is not None:
-            torch.testing.assert_close(compiled, eager)
 
 
 CALLS = {

@@ -154,6 +154,7 @@ def seeded(name, flag, value):
 
 def test_flags_that_are_stored_are_bools():
     assert dllm_kernels.DFlashDecayLoss(use_fused_linear_ce=np.bool_(True)).use_fused_linear_ce is True
+    assert dllm_kernels.IDLMLoss(np.float32(0.5), np.bool_(True)).auto_balance is True
     assert dllm_kernels.DLLMCollator(response_window=np.bool_(False)).response_window is False
 
 

@@ -6,73 +6,48 @@ The parity tests compare gradients with those of the oracle, whose own gradients
 import pytest
 import torch
 
-from dllm_kernels import ops
-from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
+from tests.support.inputs import Source
+from tests.support.op_cases import OP_BY_NAME, Rows
 
 V, D = 7, 3
-IDS = torch.tensor([[0, 4, -100]], device=DEVICE)
-MIX, WEIGHTS, TEACHER, H, U, HEAD, BIAS, COLUMNS = (
-    torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(DEVICE)
-    for shape in [(1, 3), (1, 3), (1, 3, V), (1, 3, D), (V, 2), (V, D), (V,), (1, 3, 2)]
-)
 TRANSFORM = {"softcap": 2.0, "scale": 1.5, "skip_id": 1}
+IDS = torch.tensor([[2, 4, 5]], device=DEVICE)
+ROWS = Rows.of(IDS, IDS != 4, torch.tensor([[0.3, 0.7, 0.9]], dtype=torch.float64, device=DEVICE))
+# One value per row, because the backward pass of a sum from a head runs only once.
+OF_ROWS = ["token_nll", "row_stats", "token_log_probs", "topk_divergence, rows without a tail"]
+# Whose teacher does not depend on the student; that of a record has its head, so that it is tested with a frozen one.
+NAMES = [*OF_ROWS, "weighted_nll", "row_objective", "topk_divergence", "divergence, other teacher"]
+transforms = pytest.mark.parametrize("transform", [{}, TRANSFORM], ids=["", "transformed"])
 
 
-def stats(out):
-    return tuple(t for t in (out.log_probs, out.lse, out.entropy, out.mix) if t is not None)
+def gradcheck(name, source, transform=None, **options):
+    case = OP_BY_NAME[name]
+    given = case.accepted(**transform or {})
+
+    def function(*leaves):
+        return tuple(case.values(case(source.argument(*leaves), ROWS, backend=source.backend, **given)))
+
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((1, 3), V, torch.float64, D=D, size=1.0)]
+    assert torch.autograd.gradcheck(function, leaves, **options)
 
 
-def objective(row):
-    return row.log_probs.exp() * row.entropy + row.lse.square()
-
-
-STATS = {"entropy": True, "mix": (MIX.abs(), WEIGHTS.abs())}
-TOP = TEACHER[..., 2:].topk(2).indices + 2, TEACHER.log_softmax(-1)[..., 2:].topk(2).values
-KINDS = {"kl": 0.5, "jsd": 1.0, "rkl": 0.3, "soft_ce": 0.2}
-OPS = {
-    "token_nll": lambda z, **o: ops.token_nll(z, IDS, **o).nll,
-    "weighted_nll": lambda z, **o: ops.weighted_nll(z, IDS, WEIGHTS, **o).loss,
-    "row_stats": lambda z, **o: stats(ops.row_stats(z, IDS, **STATS, **o)),
-    "row_objective": lambda z, **o: ops.row_objective(z, IDS.clamp(min=0), objective, entropy=True, **o).loss,
-    "token_log_probs": lambda z, scale=1.0, **o: ops.token_log_probs(z, IDS, temperature=1 / scale, **o).log_probs,
-    "divergence": lambda z, **o: ops.divergence(z, TEACHER, WEIGHTS, kind=KINDS, **o).loss,
-    "topk_divergence": lambda z, **o: ops.topk_divergence(z, *TOP, WEIGHTS, reduction="none", **o).loss,
-}
-# One value per row, because the backward pass of a sum runs only once. Teacher and draft are both records, or neither.
-OF_HEAD = {name: OPS[name] for name in ("token_nll", "row_stats", "topk_divergence")} | {
-    "divergence": lambda z, **o: ops.divergence(z, LinearLogits(H, HEAD), WEIGHTS, kind=KINDS, reduction="none", **o)[0]
-}
-
-
-def leaves(*tensors):
-    return [t.clone().requires_grad_() for t in tensors]
-
-
-@pytest.mark.parametrize("transform", [{}, TRANSFORM], ids=["", "transformed"])
-@pytest.mark.parametrize("name", OPS)
+@transforms
+@pytest.mark.parametrize("name", NAMES)
 def test_logits(name, transform):
-    assert torch.autograd.gradcheck(lambda z: OPS[name](z, backend="torch", **transform), leaves(TEACHER.roll(1)))
+    gradcheck(name, Source("stored", "torch"), transform)
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_through_kernels(name):
     """With ``fast_mode``, gradcheck compares one projection of the Jacobian, by few launches."""
-    check = torch.autograd.gradcheck
-    assert check(lambda z: OPS[name](z, backend="triton"), leaves(TEACHER.roll(1)), fast_mode=True)
+    gradcheck(name, Source("stored", "triton"), fast_mode=True)
 
 
-@pytest.mark.parametrize("trained", ["rows", "rows and head"])
-@pytest.mark.parametrize("transform", [{}, TRANSFORM], ids=["", "transformed"])
-@pytest.mark.parametrize("name", OF_HEAD)
-def test_hidden_states(name, transform, trained):
+@transforms
+@pytest.mark.parametrize("kind", ["frozen", "low rank"])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_hidden_states(name, kind, transform):
     """With a frozen head, the forward pass computes the gradients of the rows."""
-    frozen = [HEAD, BIAS, U] if trained == "rows" else []
-
-    def function(h, u, *head):
-        w, bias, U = head or frozen
-        return OF_HEAD[name](LinearLogits(h, w, bias, (u, U), chunk_size=2), backend="torch", **transform)
-
-    given = [H, COLUMNS, *([] if frozen else [HEAD, BIAS, U])]
-    assert torch.autograd.gradcheck(function, leaves(*given), fast_mode=True)
+    gradcheck(name, Source(kind, "torch", chunk_size=2), transform, fast_mode=True)

@@ -10,7 +10,7 @@ import reference
 from dllm_kernels import ops
 from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
-from tests.support.cases import BY_NAME, CASES, SKIP_ID, to_device, upstream_for
+from tests.support.cases import BY_NAME, SKIP_ID, to_device, upstream_for
 from tests.support.inputs import Source
 from tests.support.op_cases import FIRST_OPS, Rows, results
 from tests.support.parity import assert_close_with_grads
@@ -161,21 +161,3 @@ def test_an_older_function_is_its_op_of_a_record(case, backend):
         found.append([*results(out).values(), *grads])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-
-
-FUSED = [case for case in CASES if case.loss in {BY_NAME[name].loss for name in NAMES[5:]} and not case.separate]
-
-
-@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
-def test_forward_fused_is_the_loss_of_a_record(case):
-    source = Source("head", chunk_size=5)
-    torch.manual_seed(0)
-    inputs, results = to_device(case.draw(B, L, V), DEVICE), []
-    for function in (
-        lambda *x: case.hidden_form(*x, inputs, chunk_size=5),
-        lambda *x: case.logits_form(source.argument(*x), inputs),
-    ):
-        leaves = [leaf.requires_grad_() for leaf in source.leaves((B, case.width * L), V, D=D)]
-        value = function(*leaves)
-        results.append([value, *torch.autograd.grad(value.sum(), leaves)])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

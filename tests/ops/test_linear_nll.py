@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
@@ -44,16 +43,8 @@ def loss_of(targets, weights, **options):
     return lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, **options).loss
 
 
-def nll_of(targets, **options):
-    return lambda h, w, b: linear_token_nll(h, w, targets, bias=b, **options).nll
-
-
 def oracle(targets, weights):
     return lambda h, w, b: reference.weighted_linear_nll(h, w, targets, weights, b)
-
-
-def token_oracle(targets, active=None):
-    return lambda h, w, b: reference.linear_token_nll(h, w, targets, b, active=active)
 
 
 @pytest.mark.covering(1, most=1)
@@ -121,52 +112,6 @@ def test_work_independent_of_the_number_of_active_rows_runs_before_the_sync():
     )
     assert ("ones", (N,)) in before
     assert ("ones", (N,)) not in after
-
-
-@pytest.mark.everyday(3)
-@pytest.mark.parametrize("extra", [0, 1, None], ids=["exact", "one more", "all rows"])
-def test_num_active_as_an_upper_bound(extra, path):
-    leaves, targets, weights = inputs()
-    weights[-1] = 0
-    leaves[0][weights == 0] = NAN
-    count = int(((weights != 0) & (targets != -100)).sum())
-    bound = targets.numel() if extra is None else count + extra
-    leaves[0][targets == -100] = NAN
-    options = {"num_active": bound, "chunk_size": 4, "backend": path}
-    assert_close_with_grads(loss_of(targets, weights, **options), oracle(targets, weights), leaves, torch.tensor(1.0))
-    assert_close_with_grads(
-        nll_of(targets, active=weights != 0, **options),
-        token_oracle(targets, weights),
-        leaves,
-        torch.randn(9, device=DEVICE),
-    )
-
-
-def test_num_active_of_zero_without_an_active_row(path):
-    (hidden, weight, _), targets, weights = inputs()
-    got = value_and_grads(
-        lambda h, w: weighted_linear_nll(h, w, targets, 0 * weights, num_active=0, backend=path).loss,
-        [hidden, weight],
-        torch.tensor(1.0),
-    )
-    assert all(t.eq(0).all() for t in got)
-
-
-def test_one_head_used_twice_in_a_graph(path):
-    leaves, targets, weights = inputs()
-
-    ours, plain = (
-        lambda h, w, b, f=f: f(h, w, b) + 0.5 * f(2 * h, w, b)
-        for f in (loss_of(targets, weights, backend=path), oracle(targets, weights))
-    )
-    assert_close_with_grads(ours, plain, leaves, torch.tensor(1.3))
-
-
-def test_bitwise_the_same_twice(path):
-    leaves, targets, weights = inputs()
-    function = loss_of(targets, weights, chunk_size=4, backend=path)
-    runs = [value_and_grads(function, leaves, torch.tensor(0.7)) for _ in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.everyday(2)
@@ -291,20 +236,6 @@ def test_autocast_does_not_cast_float64(backend):
             weighted_linear_nll(leaves[0].float(), leaves[1], targets, weights)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
-
-
-def test_backward_after_autocast_has_ended(backend):
-    _, targets, _ = inputs()
-
-    def ours(h, w):
-        with torch.autocast(DEVICE, torch.float16):
-            return linear_token_nll(h, w, targets, backend=backend).nll
-
-    def plain(h, w):
-        with torch.autocast(DEVICE, torch.float16):
-            return reference.token_nll(F.linear(h, w), targets)
-
-    assert_parity(ours, plain, lambda seed: (inputs(seed=seed)[0][:2], torch.ones(9, device=DEVICE)))
 
 
 def test_an_infinite_bias_bans_a_token(path):

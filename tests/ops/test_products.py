@@ -6,7 +6,7 @@ import torch
 from dllm_kernels import ops
 from tests.conftest import DEVICE
 from tests.support.inputs import Source
-from tests.support.op_cases import OP_BY_NAME, OP_CASES, Rows, name_of
+from tests.support.op_cases import OP_CASES, Rows, name_of
 from tests.support.recorded import multiplications
 
 N, D, V = 9, 5, 37
@@ -63,19 +63,3 @@ def test_a_gradient_only_where_one_is_required(case, trains, backend):
         assert (leaf.grad is not None) == bool(train)
         if train:
             torch.testing.assert_close(leaf.grad, grad)
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("weighted_nll", "recompute the loss to run backward again, or use linear_token_nll"),
-        ("row_objective", r"linear_row_objective computes its gradients .* use linear_row_stats"),
-        ("topk_divergence", r"computes its gradients in the forward pass"),
-    ],
-)
-def test_a_second_backward_of_a_sum_raises_with_advice(name, advice, backend):
-    leaves = (torch.randn(n, D, device=DEVICE, requires_grad=True) for n in (N, V))
-    loss = OP_BY_NAME[name].total(ops.LinearLogits(*leaves), R, backend=backend)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=advice):
-        loss.backward()

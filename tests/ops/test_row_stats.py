@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import weakref
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ import reference
 from dllm_kernels.ops import RowStats, linear_row_stats, row_stats
 from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
-from tests.support.memory import without_garbage_collection
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
 from tests.support.readme import ROOT
 from tests.support.rows import (
@@ -382,41 +380,6 @@ def test_long_bf16_rows(backend):
     )
     for name, e in exact.items():
         assert_as_good_as_plain([got[name]], [e], largest_error([plain[name]], [e]), name, reduction_sizes([x]))
-
-
-def test_backward_twice(source):
-    leaves = [leaf.requires_grad_() for leaf in source.leaves((3,), 37)]
-    ids, arguments = options((3,), 37, 2)
-    out = differentiable(row_stats(source.argument(*leaves), ids, **FLAGS, backend=source.backend, **arguments))
-    first = torch.autograd.grad(out, leaves, upstream(out), retain_graph=True)
-    for one, again in zip(first, torch.autograd.grad(out, leaves, upstream(out)), strict=True):
-        assert torch.equal(one, again)
-
-
-@pytest.mark.everyday(3)
-@pytest.mark.parametrize("with_grad", [False, True])
-def test_the_inputs_are_freed(with_grad, source):
-    with without_garbage_collection():
-        leaves = [leaf.requires_grad_(with_grad) for leaf in source.leaves((3,), 37)]
-        seen, x = [weakref.ref(leaf) for leaf in leaves], source.argument(*leaves)
-        out = row_stats(x, torch.zeros(3, dtype=torch.long, device=DEVICE), entropy=True, backend=source.backend)
-        if with_grad:
-            out.entropy.sum().backward()
-        del leaves, x, out
-        assert [ref() for ref in seen] == [None] * len(seen)
-
-
-def test_no_active_row(source):
-    """All logits are NaN, and none is read. Every output and every gradient is 0, for any upstream gradient."""
-    leaves = source.leaves((2, 3), 17)
-    source.spoil(leaves, ...)
-    x = source.argument(*(leaf.requires_grad_() for leaf in leaves))
-    ids, active = torch.zeros(2, 3, dtype=torch.long, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
-    out = row_stats(x, ids, **EVERY_FLAG, active=active, backend=source.backend)
-    assert out.ids.eq(-100).all()
-    grads = torch.autograd.grad(differentiable(out), leaves, [torch.ones_like(t) for t in differentiable(out)])
-    assert all(t.eq(0).all() for t in (*differentiable(out), *grads))
-    assert not out.correct.any()
 
 
 def test_every_output_is_in_the_oracle_and_described():

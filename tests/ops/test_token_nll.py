@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import weakref
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import reference
 from dllm_kernels.ops import token_nll, weighted_nll
 from tests.conftest import DEVICE
 from tests.support.inputs import KINDS, SHAPES, SOURCES, Source, on_source, skip_unjudged
-from tests.support.memory import without_garbage_collection
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_close_with_grads,
@@ -218,19 +216,6 @@ def test_inactive_rows_are_not_read_and_get_zeros(mask, path):
     torch.testing.assert_close(out.nll, reference.token_nll(logits, targets, active=active))
     torch.testing.assert_close(out.lse, reference.token_lse(logits, (active != 0) & (targets != -100)))
     assert logits.grad[~idle].isfinite().all()
-
-
-def test_no_active_row(path):
-    logits, targets = torch.full((2, 3, 17), NAN, device=DEVICE), torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
-    for active, y in ((torch.zeros(2, 3, device=DEVICE), targets), (None, targets - 100)):
-        x = logits.clone().requires_grad_()
-        out = token_nll(x, y, active=active, with_lse=True, with_correct=True, with_ids=True, backend=path)
-        out.nll.sum().backward()
-        assert out.ids.eq(-100).all()
-        assert out.nll.eq(0).all()
-        assert out.lse.eq(0).all()
-        assert not out.correct.any()
-        assert x.grad.eq(0).all()
 
 
 def test_the_nll_of_a_certain_target_is_positive_zero(path):
@@ -496,17 +481,6 @@ def test_without_grad_nothing_is_saved(backend):
         )
 
 
-def test_backward_twice(source):
-    leaves, targets = [leaf.requires_grad_() for leaf in source.leaves((9,), 37)], targets_like((9,))
-    nll = token_nll(source.argument(*leaves), targets, backend=source.backend).nll
-    upstream = torch.randn_like(nll)
-    first, other = (torch.autograd.grad(nll, leaves, k * upstream, retain_graph=True) for k in (1, 2))
-    again = torch.autograd.grad(nll, leaves, upstream)
-    for one, twice, repeated in zip(first, other, again, strict=True):
-        assert torch.equal(one, repeated)
-        torch.testing.assert_close(twice, 2 * one)
-
-
 @pytest.mark.everyday(5)
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 1, 3)])
 def test_inplace_backward_leaves_the_gradient_in_the_logits(shape, path):
@@ -601,30 +575,6 @@ def test_inplace_backward_accepts_every_layout_without_overlap(kind):
     (grad,) = torch.autograd.grad(token_nll(z, targets, inplace_backward=True).nll, z, upstream)
     assert torch.equal(grad, expected)
     assert torch.equal(z.detach(), grad)
-
-
-def test_without_inplace_backward_the_inputs_are_unchanged(source):
-    leaves, targets, weights = source.leaves((9,), 37), targets_like((9,)), weights_like((9,))
-    before, x = [leaf.clone() for leaf in leaves], source.argument(*(leaf.requires_grad_() for leaf in leaves))
-    token_nll(x, targets, backend=source.backend).nll.sum().backward()
-    weighted_nll(x, targets, weights, backend=source.backend).loss.backward(torch.tensor(-1.7, device=DEVICE))
-    assert all(torch.equal(leaf, same) for leaf, same in zip(leaves, before, strict=True))
-
-
-@pytest.mark.everyday(6)
-@pytest.mark.parametrize("with_grad", [False, True])
-def test_no_reference_cycle_keeps_an_input_alive(with_grad, source):
-    targets, weights = targets_like((9,)), weights_like((9,))
-    with without_garbage_collection():
-        leaves = [leaf.requires_grad_() for leaf in source.leaves((9,), 37)]
-        refs, x = [weakref.ref(leaf) for leaf in leaves], source.argument(*leaves)
-        out = token_nll(x, targets, with_lse=True, with_correct=True, backend=source.backend)
-        weighted = weighted_nll(x, targets, weights, backend=source.backend)
-        if with_grad:
-            out.nll.sum().backward()
-            weighted.loss.backward()
-        del x, leaves, out, weighted
-        assert not any(ref() is not None for ref in refs)
 
 
 def test_autocast_changes_nothing(backend):

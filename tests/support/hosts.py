@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import sys
 import threading
 import types
 
@@ -14,6 +15,12 @@ def found(several_processes, group):
     logs = [several_processes / "log", *sorted(folder.glob("*.log"))]
     assert (folder / "found.pt").exists(), "\n".join(path.read_text()[-3000:] for path in logs)
     return torch.load(folder / "found.pt", weights_only=False)
+
+
+def attributes_of(package):
+    """Return every attribute of every loaded module of a framework."""
+    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == package and isinstance(m, types.ModuleType)}
+    return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
 
 
 def defined_in(module, value):
