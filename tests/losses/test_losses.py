@@ -18,6 +18,7 @@ import reference
 from dllm_kernels import (
     DFlashDecayLoss,
     DLLMLossOutput,
+    DraftDistillationLoss,
     HybridDiffusionLLMLoss,
     IDLMLoss,
     MDLMCrossEntropyLoss,
