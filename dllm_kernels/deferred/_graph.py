@@ -74,10 +74,10 @@ class Step:
     def __init__(self, function: Callable[..., Tensor], restored: Callable[[], Any], sources: Sequence[Any]) -> None:
         self.function, self.restored, self.sources = function, restored, sources
 
-    def values(self) -> Tensor:
-        """Compute the values, without a graph."""
+    def values(self, use: str) -> Tensor:
+        """Compute the values, without a graph; ``use``: see :meth:`DeferredTensor.dense`."""
         with torch.inference_mode(False), torch.no_grad(), self.restored():
-            return self.function(*(source.dense() for source in self.sources))
+            return self.function(*(source.dense(use) for source in self.sources))
 
     def gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of the sources."""

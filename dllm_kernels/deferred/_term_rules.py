@@ -78,7 +78,7 @@ def _in_place_rule(name: str) -> Rule:
         shared = p.is_view or any(ref() is not None for ref in p._derived)
         if shared or (p.needs_grad and not torch.is_grad_enabled()):
             return NotImplemented
-        before = Term.create(p.meta, p.tapped(), p._recipe, **{name: getattr(p, name) for name in FIELDS})
+        before = p.twin()
         if name == "__setitem__":
             mask, value = call.args
             is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == p.shape
@@ -99,7 +99,6 @@ def _in_place_rule(name: str) -> Rule:
     return change
 
 
-FIELDS = "needs", "logits", "operation", "expression", "kind", "factor"
 IN_PLACE = "add", "clamp", "clamp_max", "clamp_min", "div", "exp", "log", "masked_fill", "mul", "neg", "sub"
 Term.rules |= {f"{name}_": _in_place_rule(name) for name in IN_PLACE}
 Term.rules["__setitem__"] = _in_place_rule("__setitem__")
