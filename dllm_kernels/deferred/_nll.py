@@ -17,7 +17,7 @@ from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
-from dllm_kernels.deferred._expressions import RowFunction, row_numbers, row_values, weighted_rows
+from dllm_kernels.deferred._expressions import Operation, RowFunction, row_numbers, row_values, weighted_rows
 from dllm_kernels.deferred._graph import Recipe, Step, become, in_graph
 from dllm_kernels.deferred._pending import NeededStats, Pending, add_alive, compute
 from dllm_kernels.deferred._record import Stats
@@ -110,9 +110,33 @@ class DeferredNLL(Pending):
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
         return self if self.requires_grad else self.materialize()
 
-    def changed(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+    def changed(self, dtype: torch.dtype | None = None, recipe: Step | None = None, **changes: Any) -> Any:
         """Return the NLL of the same rows with other weights or dtype."""
-        return self._new(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in FIELDS} | changes)
+        fields, dtype = {name: getattr(self, name) for name in FIELDS} | changes, dtype or self.dtype
+        # Other uses of a function of values need its values, too.
+        same = [x for x in (self, *self.sources) if self.sources and self.function and x.target is self.target]
+        bare = [x for x in same if x.bare]
+        if recipe is None and bare:
+            affine = functools.partial(_affine, dtype=dtype, **{name: fields[name] for name in AFFINE})
+            recipe = Step(affine, self.logits.restored, bare[:1])
+        return self._new(self.tapped(), dtype, recipe, **fields)
+
+    @property
+    def bare(self) -> bool:
+        """True if this is the NLL itself, in any dtype."""
+        return self.factor == 1 and not self.summed and self.row_weights is self.offset is self.finite is None
+
+    def applied(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Any:
+        """Return a function of each value, which a sum computes in the chunks; NotImplemented for other rows."""
+        number = self.offset is None or (self.numel() and not any(self.offset.stride()))
+        weighted = self.row_weights is not None or self.finite is not None or self.summed
+        if self.function is None or weighted or not number:
+            return NotImplemented
+        affine = {name: getattr(self, name) for name in AFFINE} | {"dtype": self.dtype}
+        affine["offset"] = self.offset if self.offset is None else self.offset[(0,) * self.ndim]
+        expression = Operation(lambda rows: step(_affine(rows, **affine)), (self.function.expression,), True)
+        function, recipe = self.function._replace(expression=expression), Step(step, self.logits.restored, [self])
+        return self.changed(dtype, recipe, function=function, factor=1.0, offset=None)
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the NLL as another tensor."""

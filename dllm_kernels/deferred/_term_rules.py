@@ -14,7 +14,7 @@ from dllm_kernels.deferred._expressions import moved
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
 from dllm_kernels.deferred._moves import MOVES, Call
-from dllm_kernels.deferred._nll import dtype_after
+from dllm_kernels.deferred._nll import DeferredNLL, dtype_after
 from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after
 from dllm_kernels.deferred._terms import Term, logits_of, recorded
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -69,6 +69,30 @@ def _elementwise(x: Any, call: Call) -> Any:
     return recorded(
         lambda args, kwargs: function(*args, **kwargs), _arguments(x, call), call.kwargs, operation=function.__name__
     )
+
+
+def _of_rows(x: DeferredNLL, call: Call) -> Any:
+    """Record a function of the value of each row and of numbers."""
+    args, kwargs = _arguments(x, call), call.kwargs
+    numbers = all(v is x or not isinstance(v, Tensor) for v in args) and not any(map(torch.is_tensor, kwargs.values()))
+    if not numbers or kwargs.get("inplace") or torch.is_autocast_enabled(x.device.type):
+        return NotImplemented
+    function, places = call.function, [v is x for v in args]
+    others = [None if v is x else v for v in args]
+
+    def step(rows: Tensor) -> Tensor:
+        return function(*(rows if place else v for place, v in zip(places, others, strict=True)), **kwargs)  # type: ignore[no-any-return]
+
+    after = meta_after(step, x)
+    if after is None or after[0].shape != x.shape or not after[0].is_floating_point():
+        return NotImplemented
+    return x.applied(step, after[0].dtype)
+
+
+DeferredNLL.rules |= {
+    name: _first_of(DeferredNLL.rules[name], _of_rows) if name in DeferredNLL.rules else _of_rows
+    for name in ELEMENTWISE
+}
 
 
 def _in_place_rule(name: str) -> Rule:
