@@ -33,7 +33,12 @@ class AffineRows(Pending):
     finite: Tensor | None
     summed: bool
 
-    def changed(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+    @property
+    def bare(self) -> bool:
+        """True if this is the values themselves, in any dtype."""
+        return self.factor == 1 and not self.summed and self.row_weights is self.offset is self.finite is None
+
+    def changed(self, dtype: torch.dtype | None = None, recipe: Any = None, **changes: Any) -> Any:
         """Return another function of the same values."""
         raise NotImplementedError
 

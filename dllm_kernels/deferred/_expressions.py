@@ -71,7 +71,8 @@ class Constant:
         """Return the constant; a small one is a copy, because the caller may write into the original."""
         t = t.detach()
         t = t.reshape(t.shape[-1:]) if t.dim() <= 1 or t.shape[:-1].numel() == 1 else t
-        t = t.clone() if t.dim() <= 1 or t.shape[-1] == 1 else t
+        with torch.inference_mode(False):  # the copy has a version
+            t = t.clone() if t.dim() <= 1 or t.shape[-1] == 1 else t
         return cls(t if t.dim() <= 1 else t.expand(*rows, t.shape[-1]), t._version)
 
     def whole(self) -> Tensor:

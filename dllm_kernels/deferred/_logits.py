@@ -209,7 +209,7 @@ class DeferredLogits(Rows, DeferredTensor):
         changes_values_alone = self.requires_grad and not torch.is_grad_enabled()  # without gradients
         if derived or changes_values_alone or not self._is_alone():
             return NotImplemented
-        return self.become(self._twin().elementwise(step, **changes))
+        return self.become(self.twin().elementwise(step, **changes))
 
     def _rows_after(self, move: Move, index: Any) -> tuple[Any, Any]:
         """Return the rows after a move; equal indices that are tensors give the same copies, with their statistics."""
@@ -222,12 +222,6 @@ class DeferredLogits(Rows, DeferredTensor):
             self._indexed = h, key, index, rows
         return self._indexed[3]  # type: ignore[no-any-return]
 
-    def _twin(self) -> Any:
-        """Return logits with the same values and attributes; gradients pass through these."""
-        fields = {name: getattr(self, name) for name in FIELDS}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.needs_grad):  # a detached one has sources that do
-            return self.create(self.meta, self.tapped(), self._recipe, owns=self.owns, **fields)
-
     def _is_alone(self) -> bool:
         """Return True if no other tensor shares memory with these logits and their views.
 
@@ -236,17 +230,11 @@ class DeferredLogits(Rows, DeferredTensor):
         if self.owns or not self.sources:
             return True
         source: Any = self.sources[0]
-        recipe = self._recipe
         if len(self.sources) > 1 or not isinstance(source, DeferredLogits) or source.watched or not source.deferred:
             return False
-        twin, ref = source._twin(), weakref.ref(source)
         del source
-        self.sources, recipe.sources = (), []
-        source = ref()
-        recipe.sources = [twin if source is None else source]
-        self.sources = tuple(recipe.sources)
-        twin._derived.append(weakref.ref(self))
-        return source is None and bool(twin._is_alone())
+        twin = self.replace_source(0)
+        return twin is not None and bool(twin._is_alone())
 
     def moved(self, move: Move, step: Callable[..., Any], index: Any = None) -> Any:
         """Apply a move of rows to the hidden states; ``index``: of an index by one tensor."""

@@ -98,9 +98,16 @@ class DeferredNLL(AffineRows):
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
         return self if self.requires_grad else self.materialize()
 
-    def changed(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+    def changed(self, dtype: torch.dtype | None = None, recipe: Step | None = None, **changes: Any) -> Any:
         """Return the NLL of the same rows with other weights or dtype."""
-        return self._new(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in FIELDS} | changes)
+        fields, dtype = {name: getattr(self, name) for name in FIELDS} | changes, dtype or self.dtype
+        # Other uses of a function of values need its values, too.
+        same = [x for x in (self, *self.sources) if self.sources and self.function and x.target is self.target]
+        bare = [x for x in same if x.bare]
+        if recipe is None and bare:
+            affine = functools.partial(affine_of, dtype=dtype, **{name: fields[name] for name in VALUES})
+            recipe = Step(affine, self.logits.restored, bare[:1])
+        return self._new(self.tapped(), dtype, recipe, **fields)
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the NLL as another tensor."""

@@ -188,6 +188,7 @@ class DeferredTensor(Tensor, Deferred):
             if not self.sources:
                 self.before_values(use)
             self._dense = self._laid_out(self._recipe.values(use if self.sources else self.filled()))
+            self._release_sources()
         return self._dense
 
     def _laid_out(self, t: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ class DeferredTensor(Tensor, Deferred):
             needs_grad, node = self.requires_grad, self.grad_fn
         self._note_need()
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
-            in_own_graph = self.watched or not self.sources or self._copy or not self._own_node
+            in_own_graph = self.watched or not self.sources or getattr(node, "recipe", None) is not self._recipe
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
                 known = self._value is not None or (self._dense is not None and not self.is_view)
                 if not needs_grad or in_own_graph or known:
@@ -213,7 +214,42 @@ class DeferredTensor(Tensor, Deferred):
                     with self._recipe.restored():
                         values = self._laid_out(self._recipe.function(*sources))
             self._value, self._node, self._linked = values, node, values.grad_fn
+            self._release_sources()
         return self._value
+
+    def twin(self) -> Any:
+        """Return a tensor with the values and attributes of this one; its gradients pass through this one."""
+        with torch.set_grad_enabled(self.needs_grad):
+            return self._like(self.meta, self.tapped(), self._recipe)
+
+    def _like(self, meta: Tensor, parts: _graph.Parts, recipe: Any) -> Any:
+        attributes = {name: getattr(self, name) for name in vars(self).keys() - STATE}
+        return self.create(meta, parts, recipe, **attributes)
+
+    def replace_source(self, index: int) -> Any:
+        """Replace a source to which nothing else refers by a twin, without values, and return the twin; or None."""
+        twin, ref = self.sources[index].twin(), weakref.ref(self.sources[index])
+
+        def replace(other: Any) -> None:
+            self.sources = self._recipe.sources = (*self.sources[:index], other, *self.sources[index + 1 :])
+
+        replace(twin)
+        source = ref()
+        if source is not None:
+            replace(source)
+            return None
+        twin._derived.append(weakref.ref(self))
+        return twin
+
+    def _release_sources(self) -> None:
+        """Release the values of sources to which nothing else refers, as plain code does."""
+        for i in range(0 if self.is_view else len(self.sources)):  # no reference to the sources may remain
+            x = self.sources[i]
+            known = bool(x.sources) and (x._value is not None or x._dense is not None)
+            releasable = known and not x.watched and x._own_node and not x._copy
+            del x
+            if releasable and (twin := self.replace_source(i)) is not None:
+                twin._release_sources()
 
     def sync(self) -> None:
         """Bring values and graphs of the family up to date after changes in place that no rule has seen.
@@ -240,14 +276,15 @@ class DeferredTensor(Tensor, Deferred):
                     x._node, x._linked = x.grad_fn, x._value.grad_fn  # type: ignore[union-attr]
 
     def family(self) -> list[DeferredTensor]:
-        """Return all deferred tensors that may share memory with this one."""
+        """Return all deferred tensors that may share memory with this one, and those computed from them."""
         visited: dict[int, DeferredTensor] = {}
         queue: list[DeferredTensor] = [self]
         while queue:
             x = queue.pop()
             if id(x) not in visited:
                 visited[id(x)] = x
-                queue += [*x.sources, *(y for y in (ref() for ref in x._derived) if y is not None)]
+                queue += [y for y in x.sources if same_storage(x.meta, y.meta)]
+                queue += [y for y in (ref() for ref in x._derived) if y is not None]
         return list(visited.values())
 
     def in_place(self, use: str, change: Callable[[Tensor], Any]) -> None:
@@ -301,10 +338,9 @@ class DeferredTensor(Tensor, Deferred):
         leaf = result.requires_grad and not torch.is_grad_enabled()
         if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
             result = step(self._value) if torch.is_grad_enabled() else result.detach()
-        attributes = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         with torch.set_grad_enabled(result.requires_grad):
             recipe = _graph.Step(step, self._recipe.restored, [self])
-            view = self.create(meta, self.parts, recipe, **attributes)
+            view = self._like(meta, self.parts, recipe)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
         return view.as_leaf() if leaf else view

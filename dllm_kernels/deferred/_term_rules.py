@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._checks import FLOAT_DTYPES
-from dllm_kernels.deferred._expressions import moved
+from dllm_kernels.deferred._affine import VALUES, affine_of
+from dllm_kernels.deferred._expressions import Operation, moved
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
 from dllm_kernels.deferred._moves import MOVES, Call, dims_of
-from dllm_kernels.deferred._nll import dtype_after
+from dllm_kernels.deferred._nll import DeferredNLL, dtype_after
 from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after
 from dllm_kernels.deferred._terms import Term, logits_of, recorded
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -71,6 +72,38 @@ def _elementwise(x: Any, call: Call) -> Any:
     )
 
 
+def _of_rows(x: DeferredNLL, call: Call) -> Any:
+    """Record a function of the value of each row and of numbers, which a sum computes in the chunks."""
+    args, kwargs = _arguments(x, call), call.kwargs
+    numbers = all(v is x or not isinstance(v, Tensor) for v in args) and not any(map(torch.is_tensor, kwargs.values()))
+    if not numbers or kwargs.get("inplace") or torch.is_autocast_enabled(x.device.type):
+        return NotImplemented
+    function, places = call.function, [v is x for v in args]
+    others = [None if v is x else v for v in args]
+
+    def step(rows: Tensor) -> Tensor:
+        return function(*(rows if place else v for place, v in zip(places, others, strict=True)), **kwargs)  # type: ignore[no-any-return]
+
+    after = meta_after(step, x)
+    if after is None or after[0].shape != x.shape or not after[0].is_floating_point():
+        return NotImplemented
+    number = x.offset is None or (x.numel() and not any(x.offset.stride()))
+    weighted = x.row_weights is not None or x.finite is not None or x.summed
+    if x.function is None or weighted or not number:
+        return NotImplemented
+    affine = {name: getattr(x, name) for name in VALUES} | {"dtype": x.dtype}
+    affine["offset"] = x.offset if x.offset is None else x.offset[(0,) * x.ndim]
+    expression = Operation(lambda rows: step(affine_of(rows, **affine)), (x.function.expression,), True)
+    function, recipe = x.function._replace(expression=expression), Step(step, x.logits.restored, [x])
+    return x.changed(after[0].dtype, recipe, function=function, factor=1.0, offset=None)
+
+
+DeferredNLL.rules |= {
+    name: _first_of(DeferredNLL.rules[name], _of_rows) if name in DeferredNLL.rules else _of_rows
+    for name in ELEMENTWISE
+}
+
+
 def _in_place_rule(name: str) -> Rule:
     """Return the rule of an operation in place: the term becomes the result, if no other tensor shares its memory."""
 
@@ -78,7 +111,7 @@ def _in_place_rule(name: str) -> Rule:
         shared = p.is_view or any(ref() is not None for ref in p._derived)
         if shared or (p.needs_grad and not torch.is_grad_enabled()):
             return NotImplemented
-        before = Term.create(p.meta, p.tapped(), p._recipe, **{name: getattr(p, name) for name in FIELDS})
+        before = p.twin()
         if name == "__setitem__":
             mask, value = call.args
             is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == p.shape
@@ -99,7 +132,6 @@ def _in_place_rule(name: str) -> Rule:
     return change
 
 
-FIELDS = "needs", "logits", "operation", "expression", "kind", "factor"
 IN_PLACE = "add", "clamp", "clamp_max", "clamp_min", "div", "exp", "log", "masked_fill", "mul", "neg", "sub"
 Term.rules |= {f"{name}_": _in_place_rule(name) for name in IN_PLACE}
 Term.rules["__setitem__"] = _in_place_rule("__setitem__")

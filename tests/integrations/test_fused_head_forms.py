@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Categorical
 
+from benchmarks.measure import peak_memory
 from dllm_kernels import fused_head
 from tests.conftest import DEVICE, every_time
-from tests.support.fused_models import Adapted, B, L, Model, V, frozen
+from tests.support.fused_models import Adapted, B, D, L, Model, V, frozen
 
 
 class Batch:
@@ -114,6 +115,8 @@ FORMS = {
     "confidence of log-probabilities": both_parts(lambda z: z.log_softmax(-1).max(-1)),
     "maximum of logits": both_parts(lambda z: z.max(-1)),
     "without gradients": no_grad(both_parts(lambda z: z.softmax(-1).max(-1))),
+    "in inference mode": lambda z, x: nll(z, x) * torch.inference_mode()(
+        lambda z: (z.softmax(-1) * x.w[..., None]).exp().sum(-1))(z).clone(),
     "weights without gradients": lambda z, x: no_grad(both_parts(lambda z: z.max(-1)))(z, x) * nll(z, x),
     "prediction of probabilities": lambda z, x: (z.softmax(-1).argmax(-1) == x.ids) * nll(z, x),
     "predictions as targets": lambda z, x: (lambda p, ids: p.detach() * (
@@ -245,3 +248,33 @@ def test_a_form_needs_no_logits(name):
 @pytest.mark.parametrize("name", [*FORMS, *OF_CALLS])
 def test_a_form_has_equal_results_for_every_head(name, kind):
     assert_equal_results(name, kind, may_materialize=True)
+
+
+def capped(z):
+    return 30 * torch.tanh(z / 30)
+
+
+MATERIALIZED = {
+    "guidance": lambda z: (lambda z, u: u + 2.5 * (z - u))(*capped(z).chunk(2, 1)).cumsum(1),
+    "sums of sums": lambda z: (capped(z) + capped(z).roll(1, 1) / 2).mul(3).cumsum(1),
+    "without gradients": lambda z: z * no_grad(lambda z, _: (capped(z) / 0.7).sort(-1).values[..., :1])(z, None),
+    "a copy of exponentials": lambda z: z.exp().clone().scatter_(-1, torch.ones(B, L, 1, dtype=torch.long), 0.0),
+    "a view in place": lambda z: put(capped(z).mul(2)[:, 1:], 0, 1.0).cumsum(1),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
+@pytest.mark.parametrize("name", MATERIALIZED)
+def test_materialized_logits_take_at_most_one_more_copy(name):
+    model, x, classes = Model(), Batch(), 3000
+    model.lm_head = nn.Linear(D, classes, bias=False)
+
+    def step(_):
+        model.zero_grad(set_to_none=True)
+        MATERIALIZED[name](model(x.ids)).sum().backward()
+
+    def fused(_):
+        with fused_head(model, on_logits="allow"):
+            step(_)
+
+    assert peak_memory(fused, "cpu") <= peak_memory(step, "cpu") + 1.2 * B * L * classes * 4

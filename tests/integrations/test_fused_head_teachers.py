@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributions import Categorical, kl_divergence
 
 from dllm_kernels import fused_head
+from dllm_kernels.deferred import _expressions
 from tests.conftest import DEVICE
 from tests.support.fused_models import Adapted, B, L, V, frozen
 from tests.support.fused_models import Model as AnyModel
@@ -92,6 +93,10 @@ def chunks(z, x):
     return sum((F.kl_div(a, q, reduction="none").sum(-1) * w).sum() for a, q, w in parts)
 
 
+def kl(z, x):
+    return F.kl_div(z.log_softmax(-1), x.q, reduction="none").sum(-1)
+
+
 def without_graph(x):
     with torch.no_grad():
         return x.teacher(x.ids)
@@ -140,7 +145,16 @@ LOSSES = {
     "a tensor as temperature": lambda z, x: -(x.q * (z / torch.tensor(2.0)).log_softmax(-1)).sum(-1).mean(),
     "cross-entropy and teacher": mixed,
     "one log-softmax": one_log_softmax,
-    "clamped rows": lambda z, x: F.kl_div(z.log_softmax(-1), x.q, reduction="none").sum(-1).clamp(max=2).mean(),
+    "a function of rows": lambda z, x: kl(z, x).clamp(max=2).mean(),
+    "functions of functions": lambda z, x: x.mean(1 - (-kl(z, x) / 2 - 1e-3).exp() ** 2),
+    "functions of moved rows": lambda z, x: kl(z, x)[x.mask].sqrt().sum() + (kl(z, x).log1p().T[1:] * x.w.T[1:]).sum(),
+    "functions of weighted rows": lambda z, x: (kl(z, x) * x.w).exp().sum() + (kl(z, x) + x.w).square().sum(),
+    "a function and its argument": lambda z, x: (
+        lambda k: x.mean(k.exp()) + (2 / k).sum() + (k.sqrt() / 3).sum(-1).log().mean() + k.mean()
+    )(kl(z, x)),
+    "a function of values": lambda z, x: (
+        lambda r: torch.min(r * x.w, r.clamp(0.8, 1.2) * x.w).mean() + 0 * r.detach().mean()
+    )((kl(z, x) - 0.5).exp()),
     "chunks": chunks,
     "another head": lambda z, x: -(without_graph(x).softmax(-1) * z.log_softmax(-1)).sum(-1)[x.mask].mean(),
     "another head, detached": lambda z, x: F.kl_div(
@@ -199,6 +213,14 @@ def run(name, fused, *, dtype=torch.float32, autocast=False, make=Model):
 def test_a_loss_has_value_and_gradients_of_the_plain_loop(name):
     expected = run(name, False)
     torch.testing.assert_close(run(name, True), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("a function of rows", 1), ("a function of values", 2)])
+def test_a_sum_of_a_function_of_rows_takes_one_pass_and_other_uses_share_the_values(name, passes, monkeypatch):
+    calls, evaluated = [], _expressions._evaluated
+    monkeypatch.setattr(_expressions, "_evaluated", lambda *args, **kw: (calls.append(0), evaluated(*args, **kw))[1])
+    run(name, True)
+    assert len(calls) == passes
 
 
 SETTINGS = {
