@@ -94,8 +94,8 @@ def _of_rows(x: DeferredNLL, call: Call) -> Any:
     affine = {name: getattr(x, name) for name in VALUES} | {"dtype": x.dtype}
     affine["offset"] = x.offset if x.offset is None else x.offset[(0,) * x.ndim]
     expression = Operation(lambda rows: step(affine_of(rows, **affine)), (x.function.expression,), True)
-    function, recipe = x.function._replace(expression=expression), Step(step, x.logits.restored, [x])
-    return x.changed(after[0].dtype, recipe, function=function, factor=1.0, offset=None)
+    of_rows, recipe = x.function._replace(expression=expression), Step(step, x.logits.restored, [x])
+    return x.changed(after[0].dtype, recipe, function=of_rows, factor=1.0, offset=None)
 
 
 DeferredNLL.rules |= {
