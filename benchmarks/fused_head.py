@@ -174,7 +174,7 @@ def run(options: Any, shapes: tuple[Shape, ...]) -> tuple[list[measure.Result], 
         model = Head(shape, options)
         hidden = torch.randn(*size, shape.hidden, device=options.device, dtype=options.dtype, requires_grad=True)
         ids = torch.randint(0, shape.vocab, size, device=options.device)
-        _probabilities(torch.Size((*size, shape.vocab)), options.dtype, hidden.device)  # no memory of a loop
+        _probabilities(torch.Size((*size, shape.vocab)), options.dtype, hidden.device)  # not in the memory of a loop
         p = torch.rand(shape.batch, 1, device=options.device).mul(0.8).add(0.1).expand(size)
         p = torch.where(torch.rand(size, device=options.device) < SHARE, p, 0.0)
         flops = 3 * 2 * int((p > 0).sum()) * shape.vocab * shape.hidden

@@ -44,7 +44,8 @@ class Recipe:
             leaves = self.leaves(parts)
             out = self.compute(leaves)
             if out.requires_grad:
-                self._graph = leaves, get_gradient_edge(out)
+                ends = [get_gradient_edge(t) if need else None for t, need in zip(leaves, self.needs, strict=True)]
+                self._graph = ends, get_gradient_edge(out)
         return out.detach()
 
     def leaves(self, parts: Any) -> list[Any]:
@@ -83,8 +84,11 @@ class Step(Recipe):
     def leaves(self, use: str) -> list[Any]:
         """Return the values of the sources as they are now."""
         values = [source.dense(use) for source in self.sources]
-        self._seen = [with_version(v) for v in values]
-        return super().leaves(values)
+        self._seen, leaves = [with_version(v)[1] for v in values], super().leaves(values)
+        inputs = [t.view_as(t) for t in leaves]
+        for t in leaves:  # the operations save what they need of the values
+            t.data = t.new_empty(0)
+        return inputs
 
     def keep_graph(self) -> None:
         """Keep a graph for :meth:`gradients`, before the sources change."""
@@ -102,7 +106,7 @@ class Step(Recipe):
             result: Any = self.function(*inputs)
         for values, seen in zip(inputs, self._seen, strict=True):
             if not same_storage(result, values):  # the gradient of a view does not depend on the values
-                unchanged(seen)
+                unchanged((values, seen))
         return gradients_of(result, inputs, self.needs, grad)
 
 

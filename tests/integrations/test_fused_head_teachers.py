@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributions import Categorical, kl_divergence
 
 from dllm_kernels import fused_head
-from dllm_kernels.deferred import _expressions
 from tests.conftest import DEVICE
 from tests.support.fused_models import Adapted, B, L, V, frozen
 from tests.support.fused_models import Model as AnyModel
@@ -213,14 +212,6 @@ def run(name, fused, *, dtype=torch.float32, autocast=False, make=Model):
 def test_a_loss_has_value_and_gradients_of_the_plain_loop(name):
     expected = run(name, False)
     torch.testing.assert_close(run(name, True), expected, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize(("name", "passes"), [("a function of rows", 1), ("a function of values", 2)])
-def test_a_sum_of_a_function_of_rows_takes_one_pass_and_other_uses_share_the_values(name, passes, monkeypatch):
-    calls, evaluated = [], _expressions._evaluated
-    monkeypatch.setattr(_expressions, "_evaluated", lambda *args, **kw: (calls.append(0), evaluated(*args, **kw))[1])
-    run(name, True)
-    assert len(calls) == passes
 
 
 SETTINGS = {

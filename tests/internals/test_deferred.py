@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dllm_kernels.deferred import _expressions
 from dllm_kernels.deferred._head import deferred_logits
 from tests.conftest import DEVICE
 
@@ -112,3 +113,20 @@ def test_reading_them_under_no_grad_keeps_their_gradient(mode):
         out.exp()
     got, expected = (torch.autograd.grad(z.square().sum(), hidden)[0] for z in (out.materialize(), model(hidden)))
     torch.testing.assert_close(got, expected)
+
+
+PASSES = {
+    "a sum": (lambda rows: rows.exp().sum(), 1),
+    "a sum of weighted rows": (lambda rows: (rows.sqrt() * torch.ones(3, device=DEVICE)).mean(), 1),
+    "values": (lambda rows: (lambda r: torch.min(r * 2, r.clamp(max=1) + 1).sum() + r.sum())(rows.exp()), 2),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_sums_of_a_function_of_rows_take_one_pass_and_other_uses_share_the_values(name, monkeypatch):
+    calls, evaluated, (loss, passes) = [], _expressions._evaluated, PASSES[name]
+    monkeypatch.setattr(_expressions, "_evaluated", lambda *args, **kw: (calls.append(0), evaluated(*args, **kw))[1])
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    with deferred_logits(model):
+        loss(model(hidden).softmax(-1).square().sum(-1)).backward()
+    assert len(calls) == passes
