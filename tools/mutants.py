@@ -41,7 +41,7 @@ PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds, for tests with unknown run time
 
 JUDGES = ("tests/[!r]*/test_*.py", "tests/repo/test_report.py")  # not those of the reference and of the repository
-BUDGET = 30  # seconds of the tests of one mutant
+BUDGET = 20  # seconds of a processor for the tests of one mutant
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
 SPEED_ONLY = ("backends/triton/_tiles.py",)
 SIZES = {  # block sizes, and thresholds between equivalent algorithms
@@ -270,7 +270,7 @@ def functions_of(source: bytes) -> list[tuple[int, int, str]]:
     def found(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[int, int, str]]:
         for node in body:
             if isinstance(node, ast.FunctionDef):
-                first = min(x.lineno for x in (node, *node.decorator_list))
+                first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
                 yield first, node.end_lineno or first, prefix + node.name
             elif isinstance(node, ast.ClassDef):
                 yield from found(node.body, f"{prefix}{node.name}.")
@@ -302,7 +302,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Record one test. Traces of calls in compiled code and other processes are missing."""
-        codes, began = dict[int, CodeType](), time.monotonic()
+        codes, began = dict[int, CodeType](), time.process_time()
 
         def trace(frame: FrameType, *_: Any) -> None:
             codes[id(frame.f_code)] = frame.f_code
@@ -314,7 +314,7 @@ class Recorder:
         finally:
             sys.settrace(None)
             own = {self.named(code) for code in codes.values() if code.co_filename.startswith(self.package)}
-            self.tests[item.nodeid] = (round(time.monotonic() - began, 2), sorted(own))
+            self.tests[item.nodeid] = (round(time.process_time() - began, 2), sorted(own))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a failure."""
@@ -490,8 +490,10 @@ def main(argv: list[str] | None = None) -> int:
     picked = chosen({file: mutants_of(file, source) for file, source in sources.items()}, options.count, options.seed)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {entry["key"]: entry for entry in map(json.loads, lines)}
-    entries = {m: described(m, sources[m.file]) for m in picked}
-    entries = {m: known.get(entry["key"], entry) for m, entry in entries.items()}
+    entries: dict[Mutant | None, dict[str, Any]] = {}
+    for m in picked:
+        entry = described(m, sources[m.file])
+        entries[m] = known.get(entry["key"], entry)
     new = [m for m in picked if "verdict" not in entries[m]]
     for name in ("torch", "torch._dynamo", "numpy", "hypothesis", "triton.language") if new else ():
         with contextlib.suppress(ImportError):
