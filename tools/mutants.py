@@ -513,7 +513,8 @@ def main(argv: list[str] | None = None) -> int:
                 entries[job.mutant] |= {"verdict": verdict, "seconds": round(place.seconds, 1)}
                 print(json.dumps(entries[job.mutant]), file=out, flush=True)
                 log = place.log.read_text()
-                failed |= {name for name in job.tests if f"\nFAILED {name}" in log}
+                if verdict == "killed":  # without a name if the tests were not even collected
+                    failed |= {name for name in job.tests if f"\nFAILED {name}" in log} or set(job.tests)
         unbroken = [Job(new[0].file, sources[new[0].file], tuple(failed), new[0])] if failed else []
         for _, verdict, place in done(unbroken, places, "unbroken"):
             if verdict != "survived":
