@@ -115,4 +115,4 @@ checks: $(STAMP)
 ci: test test-variation ptx checks
 
 clean:
-	rm -rf $(VENV) build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants.jsonl
+	rm -rf $(VENV) build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants*.jsonl

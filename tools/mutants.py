@@ -1,8 +1,8 @@
 """Mutation testing: break the package in one place at a time and run its tests. See ``python -m tools.mutants --help``.
 
-Each mutant is tested in a copy of the source tree. The tests are the everyday tests of its module (``JUDGES``). They
-run in a fork of this process, which has already imported torch. A mutant survives if no test fails. Then either a test
-is missing, or the mutant is equivalent to the original.
+Each mutant is tested in a copy of the source tree. The tests are everyday tests that call its function, by a record of
+their calls. They run in a fork of this process, which has already imported torch. A mutant survives if no test fails.
+Then either a test is missing, or the mutant is equivalent to the original.
 """
 
 import argparse
@@ -17,14 +17,15 @@ import multiprocessing
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,94 +40,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds, for tests with unknown run time
 
-EVERY_ROW_OP = (
-    "errors graph token_nll linear_nll extra transform logits_dtype row_stats"
-    " row_objective soft_embedding divergence second_order compile -k 'not triton'"
-)
-# Path within the package -> stems of the judges and options of pytest, with fast tests first. `token_nll` stands for
-# every tests/*/test_token_nll.py but that of the oracle. The first matching entry is used. If no entry matches, the
-# tests of the op whose name ends with the stem of the file are used, and those of its OpCase in OF_CASES. For other
-# files, the tests of every op are used, or those with the stem of the file.
-OF_CASES = "errors cases flags num_active"
-JUDGES = (
-    ("*sample.py", "linear_sample distributed -k sample"),
-    ("*_noise.py", "linear_sample"),
-    (
-        "backends/triton/*corruption*",
-        "corruption padding corruption_levels -k 'triton or kernel or count or long or product or registers'",
-    ),
-    ("backends/triton/gumbel_topk.py", "gumbel_topk padding -k triton"),
-    ("backends/triton/_aligned.py", "gumbel_topk corruption -k triton"),
-    ("backends/triton/_select.py", "gumbel_topk corruption -k triton"),
-    ("backends/triton/_philox.py", "corruption linear_sample -k 'triton or kernel or bits'"),
-    ("policy/views.py", "views -k 'not triton'"),
-    ("policy/objective.py", "objective loss"),
-    ("policy/loss.py", "loss"),
-    ("policy/*", "views objective loss"),
-    ("*/_transform.py", "flags transform"),
-    ("rows/_logits.py", "linear_logits torch_func token_nll -k 'not triton'"),
-    ("backends/torch/_workers.py", "backends"),
-    ("backends/triton/linear_nll*", "row_kernels linear_nll -k 'row or triton'"),
-    ("backends/triton/divergence.py", "divergence_kernel"),
-    ("distributed/*", "distributed head -k 'two_processes or four_processes or without_a_process_group or divided'"),
-    ("rows/_rest.py", "topk_divergence -k 'not triton'"),
-    ("*divergence*", "divergence cases"),
-    ("backends/triton/row_weights.py", "row_weights losses -k 'triton or kernel'"),
-    ("backends/triton/row_stats.py", "row_stats row_objective soft_embedding -k triton"),
-    ("backends/triton/_*", "row_kernels token_nll linear_nll row_stats transform -k 'kernel or triton'"),
-    ("backends/triton/token_nll.py", "row_kernels token_nll linear_nll -k 'kernel or triton'"),
-    ("head/_lora.py", "nemo_lora transformers fused_head_programs -k 'nemo_lora or head or adapter or copy'"),
-    ("head/_in_head.py", "generate trl -k 'not trainers'"),
-    ("deferred/*", "deferred fused_head fused_head_programs"),
-    ("fused.py", "fused_head fused_head_programs"),
-    ("integrations/names.py", "names"),
-    ("integrations/_recipe.py", "nemo_noise"),
-    ("integrations/nemo*", "nemo nemo_lora"),
-    ("integrations/_hosts.py", "nemo nemo_noise speculators"),
-    ("integrations/speculators.py", "speculators"),
-    ("integrations/trl.py", "trl trl_pairs"),
-    ("integrations/_attention.py", "integrations transformers -k 'every_token or causal or trace or mixes'"),
-    ("integrations/transformers*", "integrations transformers"),
-    ("collate.py", "flags collate"),
-    ("mtp*", "flags mtp errors"),
-    ("*gumbel*", "gumbel_topk corruption"),
-    ("*philox*", "corruption default_device gumbel_topk"),
-    ("corruption/_topk.py", "gumbel_topk corruption_levels"),
-    ("corruption/_rules.py", "corruption corruption_levels corruption_compile"),
-    ("corruption/_seeds.py", "sources corruption default_device"),
-    ("*corrupt*", "flags sources mask_values corruption padding corruption_levels corruption_statistics gumbel_topk"),
-    ("losses/draft_distillation.py", "draft_distillation draft_pairs errors losses any_bad_argument -k 'not triton'"),
-    ("losses/draft_sampling.py", "draft_sampling draft_blocks any_bad_argument losses"),
-    (
-        "losses/*",
-        "flags mask_values target_range errors api reduction losses draft_distillation draft_blocks draft_pairs"
-        " laws packed any_bad_argument",
-    ),
-    ("_graph/_changing.py", "compile corruption_compile"),
-    ("_graph/_custom_ops.py", "graph compile corruption_compile"),
-    ("_checks/_target_range.py", "target_range mask_values errors"),
-    ("_checks/_compiled.py", "compile -k check"),
-    ("_graph/_plain.py", "without_values torch_func mask_values compile"),
-    ("head/_module.py", "head losses"),
-    ("head/_parameters.py", "mtp"),
-    ("ops/token_log_probs.py", "errors token_log_probs"),
-    ("backends/torch/_nll.py", "token_nll linear_nll backends cases -k 'not triton'"),
-    ("backends/torch/_blocks.py", "backends losses token_nll row_stats -k 'not triton'"),
-    ("rows/_chain_rule.py", "token_nll row_stats soft_embedding -k 'not triton'"),
-    ("*_stats.py", "flags errors row_stats cases token_log_probs row_objective soft_embedding -k 'not triton'"),
-    ("rows/_fused.py", "second_order flags linear_nll cases graph -k 'not triton'"),
-    ("rows/_kept_gradients.py", "second_order linear_nll row_objective divergence cases compile -k 'not triton'"),
-    ("_graph/_opaque.py", "without_values graph token_nll -k 'not triton'"),
-    ("rows/_active_rows.py", "linear_nll num_active cases rows -k 'not triton'"),
-    (
-        "_checks/__init__.py",
-        "flags target_range errors mask_values row_objective extra gumbel_topk transform losses linear_nll"
-        " -k 'not triton'",
-    ),
-    ("rows/_chunks.py", "linear_nll extra compile -k 'not triton'"),
-    ("*soft_embedding.py", "soft_embedding distributed -k 'soft_embedding and not triton'"),
-    ("ops/*nll.py", "flags errors token_nll linear_nll cases num_active extra graph transform compile -k 'not triton'"),
-)
+JUDGES = ("tests/[!r]*/test_*.py", "tests/repo/test_report.py")  # not those of the reference and of the repository
+BUDGET = 20  # seconds of a processor for the tests of one mutant
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
 SPEED_ONLY = ("backends/triton/_tiles.py",)
 SIZES = {  # block sizes, and thresholds between equivalent algorithms
@@ -349,36 +264,106 @@ def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant
     return result
 
 
-def judges_of(file: str) -> list[str]:
-    """Return the arguments of pytest for a path within the package."""
-    stem, folder = Path(file).stem.lstrip("_"), file.partition("/")[0]
-    of_op = [path.stem.removeprefix("test_") for path in ROOT.glob(f"tests/ops/test_*{stem}.py")]
-    if len(of_op) == 1 and folder in ("ops", "rows", "backends"):
-        other = "" if file.startswith("backends/triton/") else " and not triton"
-        usual = f"{of_op[0]} {OF_CASES} -k '{of_op[0]}{other}'"
-    else:
-        usual = EVERY_ROW_OP if folder in ("_graph", "_checks", "rows", "backends") else stem
-    arguments = next((arguments for pattern, arguments in JUDGES if fnmatch.fnmatch(file, pattern)), usual)
-    stems, *options = re.split("(?= -k )", arguments)
-    found = [path for stem in stems.split() for path in sorted(ROOT.glob(f"tests/*/test_{stem}.py"))]
-    paths = [str(path.relative_to(ROOT)) for path in found if path.parent.name != "reference"]
-    return [*paths, *shlex.split("".join(options))]
+def functions_of(source: bytes) -> list[tuple[int, int, str]]:
+    """Return (first line, last line, name) of the functions and methods of a file, without those within them."""
+
+    def found(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[int, int, str]]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
+                yield first, node.end_lineno or first, prefix + node.name
+            elif isinstance(node, ast.ClassDef):
+                yield from found(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.If | ast.Try):
+                yield from found([*node.body, *node.orelse], prefix)
+
+    return [*found(ast.parse(source).body, "")]
+
+
+def function_at(functions: list[tuple[int, int, str]], line: int) -> str:
+    """Return the name of the function at a line; the empty name is the code outside of functions."""
+    return next((name for first, last, name in functions if first <= line <= last), "")
+
+
+class Recorder:
+    """A plugin of pytest that writes, for each test that passes, its seconds and the functions that it calls."""
+
+    def __init__(self, package: Path, out: Path):
+        self.package, self.out, self.tests, self.failed = f"{package}/", out, dict[str, Any](), set[str]()
+        self.functions: dict[str, list[tuple[int, int, str]]] = {}
+
+    def named(self, code: CodeType) -> str:
+        """Return ``file:function`` of the code."""
+        file = code.co_filename.removeprefix(self.package)
+        if file not in self.functions:
+            self.functions[file] = functions_of(Path(code.co_filename).read_bytes())
+        return f"{file}:{function_at(self.functions[file], code.co_firstlineno)}"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Record one test. Traces of calls in compiled code and other processes are missing."""
+        codes, began = dict[int, CodeType](), time.process_time()
+
+        def trace(frame: FrameType, *_: Any) -> None:
+            codes[id(frame.f_code)] = frame.f_code
+
+        threading.settrace(trace)
+        sys.settrace(trace)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            own = {self.named(code) for code in codes.values() if code.co_filename.startswith(self.package)}
+            self.tests[item.nodeid] = (round(time.process_time() - began, 2), sorted(own))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a failure."""
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the record."""
+        self.out.write_text(json.dumps({name: self.tests[name] for name in self.tests if name not in self.failed}))
+
+
+def judges_of(file: str, function: str, calls: dict[str, tuple[float, list[str]]]) -> list[str]:
+    """Return the tests of a function: a case of each test, then a second one of each, up to ``BUDGET`` seconds.
+
+    The first are the tests that call few functions of the package. Code outside of functions, and functions that no
+    recorded test calls, are judged by the tests of the whole file.
+    """
+    of_function = [name for name, (_, called) in calls.items() if function and f"{file}:{function}" in called]
+    of_file = [name for name, (_, called) in calls.items() if any(c.startswith(f"{file}:") for c in called)]
+    cases: dict[str, list[str]] = {}
+    for name in of_function or of_file:
+        cases.setdefault(name.partition("[")[0], []).append(name)
+    for names in cases.values():
+        random.Random(0).shuffle(names)
+    ranked = [(rank, len(calls[name][1]), name) for names in cases.values() for rank, name in enumerate(names)]
+    chosen, seconds = list[str](), 0.0
+    for *_, name in sorted(ranked):
+        if not chosen or seconds + calls[name][0] <= BUDGET:
+            chosen.append(name)
+            seconds += calls[name][0]
+    in_processes = [name for name in calls if name.startswith("tests/distributed/") and file.startswith("distributed/")]
+    return list(dict.fromkeys([*chosen, *in_processes]))
 
 
 class Job(NamedTuple):
-    """Tests to run on a file with content ``source``. Without a mutant, the job checks that these tests pass."""
+    """Tests to run on a file with content ``source``. Without a mutant, they are recorded, or must pass."""
 
     file: str
     source: bytes
     tests: tuple[str, ...]
     mutant: Mutant | None = None
+    seconds: float = DEADLINE
 
 
 class Workplace:
     """A copy of the source tree in which a separate process runs one job at a time."""
 
     def __init__(self, root: Path, folder: Path):
-        self.folder, self.log = folder, folder.with_suffix(".log")
+        self.folder, self.log, self.record = folder, folder.with_suffix(".log"), folder.with_suffix(".json")
         shutil.copytree(
             root, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "demo-out", "*.egg-info")
         )
@@ -390,10 +375,11 @@ class Workplace:
         self.path = self.folder / PACKAGE / job.file
         self.original = self.path.read_bytes()
         self.path.write_bytes(job.source)
-        self.process = multiprocessing.get_context("fork").Process(target=self._run_tests, args=(job.tests,))
+        self.record.unlink(missing_ok=True)
+        self.process = multiprocessing.get_context("fork").Process(target=self._run_tests, args=(job,))
         self.process.start()
 
-    def _run_tests(self, tests: Sequence[str]) -> None:
+    def _run_tests(self, job: Job) -> None:
         os.setsid()
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -403,15 +389,17 @@ class Workplace:
         sys.modules.pop("tools")
         os.environ["PYTHONPATH"] = str(self.folder)  # for processes that tests start
         os.environ["STOP_AT_FIRST_FAILURE"] = "1"  # read by the distributed tests
-        options = ["-x", "-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        code = pytest.main(["-m", "not exhaustive", *tests, *options])
+        options = ["-q", "-rfE", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        plugins = [Recorder(self.folder / PACKAGE, self.record)] if job.mutant is None else []
+        code = pytest.main(["-m", "not exhaustive", *job.tests, *options, *([] if plugins else ["-x"])], plugins)
         sys.stdout.flush()
         os._exit(code)
 
-    def verdict(self, longest: float) -> str | None:
+    def verdict(self) -> str | None:
         """Return the outcome of the job, or None while it runs."""
+        assert self.job
         self.seconds = time.monotonic() - self.began
-        if self.process.is_alive() and self.seconds < longest:
+        if self.process.is_alive() and self.seconds < self.job.seconds:
             return None
         late = self.process.is_alive()
         if late and self.process.pid:
@@ -422,19 +410,38 @@ class Workplace:
         return "timeout" if late else "survived" if self.process.exitcode == pytest.ExitCode.OK else "killed"
 
 
-def done(jobs: list[Job], places: list[Workplace], longest: dict[tuple[str, ...], float], label: str) -> Iterator[Any]:
+def done(jobs: list[Job], places: list[Workplace], label: str) -> Iterator[tuple[Job, str, Workplace]]:
     """Yield (job, verdict, workplace) of each job when it ends."""
     waiting = jobs[::-1]
     with tqdm(total=len(jobs), desc=label, disable=None) as bar:
         while waiting or any(place.job for place in places):
             for place in places:
                 job = place.job
-                if job and (verdict := place.verdict(longest.get(job.tests, DEADLINE))):
+                if job and (verdict := place.verdict()):
                     bar.update()
                     yield job, verdict, place
                 if not place.job and waiting:
                     place.start(waiting.pop())
             time.sleep(0.02)
+
+
+def recorded(
+    root: Path, out: Path, patterns: Sequence[str], places: list[Workplace]
+) -> dict[str, tuple[float, list[str]]]:
+    """Return what each test calls. Files of tests that have changed since ``out`` was written are run again."""
+    paths = sorted({path for pattern in patterns for path in root.glob(pattern)})
+    hashes = {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+    old = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    calls = {record["path"]: record["tests"] for record in old if hashes.get(record["path"]) == record["hash"]}
+    init = (root / PACKAGE / "__init__.py").read_bytes()
+    with out.open("a") as file:
+        jobs = [Job("__init__.py", init, (path,)) for path in hashes if path not in calls]
+        for (_, _, (path,), *_), verdict, place in done(jobs, places, "recorded"):
+            if verdict != "survived":
+                print(place.log.read_text()[-2000:], f"{path} has failed, and its failed tests are not used.", sep="\n")
+            calls[path] = json.loads(place.record.read_text())
+            print(json.dumps({"path": path, "hash": hashes[path], "tests": calls[path]}), file=file, flush=True)
+    return {name: call for tests in calls.values() for name, call in tests.items()}
 
 
 def described(m: Mutant, source: bytes) -> dict[str, Any]:
@@ -463,7 +470,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         default=Path("mutants.jsonl"),
         help="results, one line per mutant; these are not tested again",
     )
-    add("--tests", help="tests to run instead of JUDGES, such as 'tests/mtp/test_mtp.py -k pipeline'")
+    add(
+        "--calls",
+        type=Path,
+        default=Path("mutants-calls.jsonl"),
+        help="the calls of each test; only changed files of tests are recorded again",
+    )
+    add("--tests", nargs="+", default=JUDGES, help="patterns of files of tests (default: JUDGES)")
     add("--root", type=Path, default=ROOT, help="source tree to mutate")
     return parser.parse_args(argv)
 
@@ -477,30 +490,35 @@ def main(argv: list[str] | None = None) -> int:
     picked = chosen({file: mutants_of(file, source) for file, source in sources.items()}, options.count, options.seed)
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     known = {entry["key"]: entry for entry in map(json.loads, lines)}
-    jobs, entries = [], {}
+    entries: dict[Mutant | None, dict[str, Any]] = {}
     for m in picked:
         entry = described(m, sources[m.file])
         entries[m] = known.get(entry["key"], entry)
-        if entry["key"] not in known:
-            tests = shlex.split(options.tests) if options.tests else judges_of(m.file)
-            jobs.append(Job(m.file, mutated(sources[m.file], m), tuple(tests), m))
-    for name in ("torch", "torch._dynamo", "numpy", "hypothesis", "triton.language") if jobs else ():
+    new = [m for m in picked if "verdict" not in entries[m]]
+    for name in ("torch", "torch._dynamo", "numpy", "hypothesis", "triton.language") if new else ():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
-        places = [Workplace(options.root, Path(folder, str(k))) for k in range(options.jobs)]
-        longest: dict[tuple[str, ...], float] = {}
-        unbroken = {job.tests: Job(job.file, sources[job.file], job.tests) for job in jobs}
-        for job, verdict, place in done(list(unbroken.values()), places, longest, "unbroken"):
-            if verdict != "survived":
-                raise SystemExit(
-                    f"{shlex.join(job.tests)}: {verdict} without a mutation\n{place.log.read_text()[-3000:]}"
-                )
-            longest[job.tests] = 30 + 3 * place.seconds
+        places = [Workplace(options.root, Path(folder, str(k))) for k in range(options.jobs if new else 0)]
+        calls = recorded(options.root, options.calls, options.tests, places) if new else {}
+        jobs = []
+        for m in new:
+            function = function_at(functions_of(sources[m.file]), m.line)
+            tests = judges_of(m.file, function, calls)
+            seconds = 60 + 5 * sum(calls[name][0] for name in tests)
+            jobs.append(Job(m.file, mutated(sources[m.file], m), tuple(tests), m, seconds))
+        failed = set()
         with options.out.open("a") as out:
-            for job, verdict, place in done(jobs, places, longest, "mutants"):
+            for job, verdict, place in done(jobs, places, "mutants"):
                 entries[job.mutant] |= {"verdict": verdict, "seconds": round(place.seconds, 1)}
                 print(json.dumps(entries[job.mutant]), file=out, flush=True)
+                log = place.log.read_text()
+                if verdict == "killed":  # without a name if the tests were not even collected
+                    failed |= {name for name in job.tests if f"\nFAILED {name}" in log} or set(job.tests)
+        unbroken = [Job(new[0].file, sources[new[0].file], tuple(failed), new[0])] if failed else []
+        for _, verdict, place in done(unbroken, places, "unbroken"):
+            if verdict != "survived":
+                raise SystemExit(f"{verdict} without a mutation:\n{place.log.read_text()[-3000:]}")
     report(list(entries.values()))
     return 0
 

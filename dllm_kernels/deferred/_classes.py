@@ -292,6 +292,8 @@ def _chosen(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     if not isinstance(x, DeferredLogits):
         x = second if first is x else first  # type: ignore[unreachable]
+    if not isinstance(x, DeferredLogits):
+        return NotImplemented
     return _filled_with(x, call, *((~keep, second) if first is x else (keep, first)))
 
 

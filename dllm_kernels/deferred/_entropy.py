@@ -64,7 +64,8 @@ def _exp(x: DeferredLogits, call: Call) -> Any:
 def _clamped(x: DeferredLogits, call: Call) -> Any:
     """Replace log-probabilities of -inf by the lowest number, as Categorical does for its entropy."""
     lowest = arguments(("min", "max"), call.args, call.kwargs)
-    if not x.log_probs or not _has_softmax(x) or lowest != {"min": torch.finfo(x.dtype).min}:
+    is_number = lowest.keys() == {"min"} and not isinstance(lowest["min"], Tensor)
+    if not x.log_probs or not _has_softmax(x) or not is_number or lowest["min"] != torch.finfo(x.dtype).min:
         return NotImplemented
     return _term(x, [x], call.on, x.dtype, "clamp", LOG_P)
 
@@ -243,7 +244,7 @@ def _is_equal(x: DeferredLogits, call: Call) -> Any:
 
     On a GPU this is a host sync.
     """
-    if call.args != (x,) or call.kwargs or not x.fusible or x.overwritten is not None:
+    if len(call.args) != 1 or call.args[0] is not x or call.kwargs or not x.fusible or x.overwritten is not None:
         return NotImplemented
     with torch.no_grad(), x.restored():
         hidden, weight, bias, extra, *_ = x.rows()

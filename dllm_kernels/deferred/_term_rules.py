@@ -121,8 +121,8 @@ def _in_place_rule(name: str) -> Rule:
         else:
             function = getattr(Tensor, name)
             result = recorded(
-                lambda z, args, kwargs: function(z, *args, **kwargs).to(z.dtype), before, call.args, call.kwargs,
-                operation=name,
+                lambda z, args, kwargs: function(z, *args, **kwargs).to(z.dtype), before,
+                [before if x is p else x for x in call.args], call.kwargs, operation=name,
             )  # fmt: skip
         if result is NotImplemented or result.shape != p.shape:
             return NotImplemented

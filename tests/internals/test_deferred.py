@@ -1,10 +1,14 @@
 """Deferred logits without ``fused_head``: heads that are refused silently, and operators of Python."""
 
+import math
 import operator
+import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from dllm_kernels.deferred import _expressions
 from dllm_kernels.deferred._head import deferred_logits
@@ -130,3 +134,58 @@ def test_sums_of_a_function_of_rows_take_one_pass_and_other_uses_share_the_value
     with deferred_logits(model):
         loss(model(hidden).softmax(-1).square().sum(-1)).backward()
     assert len(calls) == passes
+
+
+TARGETS = torch.tensor([[0, 1, 6], [2, 3, 4]], device=DEVICE)
+RECEIVERS = {
+    "logits": lambda z: z,
+    "log-probabilities": lambda z: z.log_softmax(-1),
+    "NLL": lambda z: F.cross_entropy(z.flatten(0, 1), TARGETS.flatten(), reduction="none").view(2, 3),
+    "probabilities": lambda z: z.softmax(-1),
+    "statistic": lambda z: z.logsumexp(-1),
+    "constant": lambda z: torch.full_like(z, 1.0),
+    "class": lambda z: z[..., 2],
+}
+X, MASK = "itself", torch.ones(2, 3, V, device=DEVICE) > 0
+ROWS = TARGETS.float()
+ODD = [  # operands after the first one, or all of them
+    (), (2,), (True,), (math.nan,), (-1,), (1j,), (MASK[0, 0].float().requires_grad_(),), (ROWS[..., None],), (ROWS,),
+    (MASK.double(),), (MASK,), (TARGETS[..., None],), ((-1, 0),), (..., 0), (..., ..., 0), (TARGETS < 2,), (X,), (X, X),
+    (TARGETS < 2, 0.5), (TARGETS < 2, ROWS), (MASK, 1.5), (MASK.float(), X), (0, True), (-1, True), (0, 0), (1, -1, 2),
+    (X, ROWS, X), (MASK, X, 1.0), (TARGETS[..., None] < 2, X), (TARGETS < 2, X, ROWS), (TARGETS < 2, X, X),
+    (ROWS, {"alpha": math.inf}), (2, {"alpha": 2}), (ROWS, {"out": ROWS.clone()}), ({"dtype": torch.float64},),
+    (torch.float64, True), ({"dim": ()},), (ROWS[0],), (ROWS[:, 0],), (ROWS[:, :1],), (math.inf,),
+    ("ij,ij->ij", X, X), ("ij,ij", X, ROWS), ("ij,ij", X, ROWS.double()), ("ij,jk->ik", X, ROWS.mT), ("ij->ji", X),
+    ("ij,kl->ijkl", X, ROWS), ("...,...->...", X, ROWS), ("ijk,ijk->ij", X, MASK.float()), ("ijk->ik", X),
+]  # fmt: skip
+UNLIKE = {"rand_like", "randn_like", "empty_like", "new_empty", "to", "type", "huber_loss"}
+# random, a number is a dtype, or the backward refuses other dtypes
+
+
+@pytest.mark.parametrize("kind", RECEIVERS)
+def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind):
+    """One function of each rule. What torch refuses may be refused later, when the values are computed."""
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    logits = model(hidden)
+
+    def result(function, operands, z):
+        x = RECEIVERS[kind](z)
+        args = [x if o is X else o.clone() if isinstance(o, torch.Tensor) else o for o in operands]
+        named = args.pop() if args and isinstance(args[-1], dict) else {}
+        value = function(*args, **named)
+        return x, tree_map(lambda t: t.materialize() if hasattr(t, "materialize") else t, value)
+
+    with deferred_logits(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rules = type(RECEIVERS[kind](model(hidden))).rules
+        for name in {rule: name for name, rule in rules.items() if name not in UNLIKE}.values():
+            function = next(filter(callable, (getattr(place, name, None) for place in (torch.Tensor, torch, F))), None)
+            for operands in ODD if function else ():
+                operands = operands if any(o is X for o in operands[1:]) else (X, *operands)
+                try:
+                    expected = result(function, operands, logits.clone())
+                except Exception:
+                    continue
+                if expected[1] is not NotImplemented:
+                    found = result(function, operands, model(hidden))
+                    torch.testing.assert_close(found, expected, equal_nan=True)

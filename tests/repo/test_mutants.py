@@ -1,6 +1,5 @@
-"""The mutation tool: tests for every module, and one complete run."""
+"""The mutation tool: the choice of tests, and one complete run."""
 
-import fnmatch
 import json
 import os
 import subprocess
@@ -11,22 +10,36 @@ import pytest
 
 from tools import mutants
 
-PACKAGE = mutants.ROOT / mutants.PACKAGE
-FILES = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py"))]
+CODE = """def area(width, height):
+    return width * height
 
 
-def test_every_module_has_judges_that_exist():
-    without = [file for file in FILES if not any(t.startswith("tests/") for t in mutants.judges_of(file))]
-    assert all(file.endswith("__init__.py") for file in without), without
-    stems = {stem for _, arguments in mutants.JUDGES for stem in arguments.split(" -k ")[0].split()}
-    assert not [stem for stem in stems if not [*mutants.ROOT.glob(f"tests/*/test_{stem}.py")]]
-    patterns = [pattern for pattern, _ in mutants.JUDGES]
-    used = {next((p for p in patterns if fnmatch.fnmatch(file, p)), None) for file in FILES}
-    assert set(patterns) <= used, f"{set(patterns) - used}: nothing that they match is left to them"
+class Shape:
+    def unused(self):
+        return 7 < 8
+"""
+TEST = """import pytest
+from dllm_kernels import shapes
+
+@pytest.mark.parametrize("height", [4, 0])
+def test_area(height):
+    assert shapes.area(3, height) == 3 * height
+
+def test_shape():
+    shapes.Shape().unused()
+"""
 
 
-CODE = "def area(width, height):\n    return width * height\n\n\ndef unused():\n    return 7 < 8\n"
-TEST = "from dllm_kernels import shapes\n\ndef test_area():\n    assert shapes.area(3, 4) == 12\n"
+def test_a_mutant_is_judged_by_tests_that_call_its_function():
+    functions = mutants.functions_of(CODE.encode())
+    names = [mutants.function_at(functions, line) for line in (1, 2, 3, 5, 7)]
+    assert names == ["area", "area", "", "", "Shape.unused"]
+    short, long = ["shapes.py:area"], ["shapes.py:area", "other.py:f"]
+    calls = {"a[1]": (1, long), "a[2]": (1, long), "b": (1, short), "c": (1, ["shapes.py:Shape.unused"]), "d": (1, [])}
+    assert mutants.judges_of("shapes.py", "area", calls) in (["b", "a[1]", "a[2]"], ["b", "a[2]", "a[1]"])
+    assert set(mutants.judges_of("shapes.py", "", calls)) == {"a[1]", "a[2]", "b", "c"}
+    calls["b"] = mutants.BUDGET, short
+    assert mutants.judges_of("shapes.py", "area", calls) == ["b"]
 
 
 @pytest.mark.exhaustive
@@ -42,15 +55,16 @@ def test_a_run_distinguishes_killed_from_survived_and_resumes(tmp_path):
         Path(tmp_path, path).write_text(text)
 
     def run(*more):
-        options = f"--root {tmp_path} --out {tmp_path}/out.jsonl --tests tests/test_shapes.py --count 2".split()
+        options = f"--root {tmp_path} --out {tmp_path}/out.jsonl --calls {tmp_path}/calls.jsonl --count 2".split()
+        options += ["--tests", "tests/test_*.py"]
         command = [sys.executable, "-m", "tools.mutants", *options, *more]
         done = subprocess.run(command, cwd=mutants.ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout, [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
     printed, entries = run("-j", "2")
-    assert {entry["line"]: entry["verdict"] for entry in entries} == {2: "killed", 6: "survived"}
-    assert "dllm_kernels/shapes.py:6" in printed
+    assert {entry["line"]: entry["verdict"] for entry in entries} == {2: "killed", 7: "survived"}
+    assert "dllm_kernels/shapes.py:7" in printed
     assert "1 killed, 0 timeout, 1 survived of 2" in printed
     assert (tmp_path / "dllm_kernels/shapes.py").read_text() == CODE
     again, same = run("-j", "1")

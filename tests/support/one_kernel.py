@@ -4,13 +4,14 @@ Processes that run at the same time stop at their first failure, which is printe
 
 - accesses: the calls of ``tests/kernels/test_bounds.py``, executed as PTX on arrays of all threads;
 - offsets past 32 bits and spilled registers, on a mock GPU;
-- numbers and bits in another batch: the tests of ``JUDGES`` (``tools/mutants.py``) and of ``tests/kernels`` in Triton's
-  interpreter.
+- numbers and bits in another batch: the tests of ``JUDGES`` and of ``tests/kernels`` in Triton's interpreter.
 """
 
 import contextlib
 import functools
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -23,11 +24,32 @@ from triton.runtime.interpreter import GridExecutor
 
 from tests.kernels.test_bounds import CALLS, call
 from tools.kernel_files import SOURCES, files_with, launched_in
-from tools.mutants import judges_of
 from tools.ptx.__main__ import SUBJECTS
 
 ROOT = Path(__file__).parents[2]
 BATCHES = "tests/kernels/test_batch_invariance.py"
+JUDGES = {  # file of kernels -> stems of its tests and options of pytest
+    "_aligned": "gumbel_topk corruption -k triton",
+    "_philox": "corruption linear_sample -k 'triton or kernel or bits'",
+    "_select": "gumbel_topk corruption -k triton",
+    "_transform": "flags transform",
+    "corruption": "corruption padding corruption_levels -k 'triton or kernel or count or long or product or registers'",
+    "divergence": "divergence_kernel",
+    "gumbel_topk": "gumbel_topk padding -k triton",
+    "linear_nll": "row_kernels linear_nll -k 'row or triton'",
+    "row_stats": "row_stats row_objective soft_embedding -k triton",
+    "row_weights": "row_weights losses -k 'triton or kernel'",
+    "sample": "linear_sample -k sample",
+    "token_nll": "row_kernels token_nll linear_nll -k 'kernel or triton'",
+}
+OF_OTHERS = "row_kernels token_nll linear_nll row_stats transform -k 'kernel or triton'"
+
+
+def judges_of(file):
+    """Return the arguments of pytest for a file of kernels."""
+    stems, *options = re.split("(?= -k )", JUDGES.get(file, OF_OTHERS))
+    found = [str(path.relative_to(ROOT)) for stem in stems.split() for path in ROOT.glob(f"tests/*/test_{stem}.py")]
+    return [*(path for path in sorted(found) if "reference" not in path), *shlex.split("".join(options))]
 
 
 @functools.cache
@@ -67,7 +89,7 @@ def commands(name):
     of_ops = ["-k", " or ".join(f"({' and '.join(op.split())})" for op in ops)]
     options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-n", "0"]
     options += ["--timeout", "120", "--timeout-method", "thread"]  # a kernel that overwrites memory may end in a loop
-    judges = {file: judges_of(f"backends/triton/{file}.py") for file in files}
+    judges = {file: judges_of(file) for file in files}
     others = [f"tests/kernels/test_{stem}.py" for stem in SUBJECTS["kernels"].split()]
     others = [file for file in others if file != BATCHES and not any(file in judge for judge in judges.values())]
     tests, everyday = [sys.executable, "-m", "pytest", *options], ["-m", "not exhaustive"]
