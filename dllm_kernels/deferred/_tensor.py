@@ -443,7 +443,7 @@ class DeferredTensor(Tensor, Deferred):
         mutable = func._schema.is_mutable
         if mutable and isinstance(args[0], DeferredTensor):
             if name in RESHAPED:  # torch calls no `__torch_function__` for set_
-                raise _shape_change(name)
+                _refuse_shape_change(name)
             for x in args[0].family():  # copies keep the values that they had
                 x.dense(name)
 
@@ -544,7 +544,7 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
         return result
     views = (ref() for ref in changed._derived)
     if name in RESHAPED or (name == "detach_" and any(x is not None and x.is_view for x in views)):
-        raise _shape_change(name)
+        _refuse_shape_change(name)
     if name == "detach_":
         for x in changed.family():
             x.materialize(name)
@@ -562,8 +562,8 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     return None if name == "__setitem__" else changed
 
 
-def _shape_change(name: str) -> NotImplementedError:
-    return NotImplementedError(f"{name} must not be called on deferred logits; use an operation that returns a tensor")
+def _refuse_shape_change(name: str) -> None:
+    raise NotImplementedError(f"{name} must not be called on deferred logits; use an operation that returns a tensor")
 
 
 def _without_function(func: Any, args: Any, kwargs: Any) -> Any:

@@ -88,6 +88,11 @@ def test_levels_have_their_distribution_above_eps_and_are_one_of_each_part(routi
     """Independent of each other, and 1 outside of all parts. A level that is passed is used as it is."""
     given, parts, _, p = drawn(routine)
     assert (p[parts < 0] == 1).all()
+    if routine.factor:  # the level of the row is that of its last position
+        level = (p[:, -1:] / routine.of_positions(torch.ones_like(p))[:, -1:]).expand_as(p)
+        torch.testing.assert_close(p, routine.of_positions(level), rtol=1e-6, atol=0)
+        p = given["level"].double().expand_as(p) if "level" in given else level
+        torch.testing.assert_close(p, level, rtol=1e-6, atol=0)
     of_part = torch.full((len(p), int(parts.max()) + 1), -1.0, dtype=p.dtype)
     of_part = of_part.scatter_reduce(1, parts.clamp(min=0), torch.where(parts < 0, -1.0, p), "amax")
     assert torch.equal(torch.where(parts < 0, 1, of_part.gather(1, parts.clamp(min=0))), p)

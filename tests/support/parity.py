@@ -74,7 +74,7 @@ def values_at(ours: torch.Tensor, exact: torch.Tensor, where: torch.Tensor) -> s
     """Return the first index of an element that ``where`` selects, its two values, and the number of such elements."""
     index = tuple(where.nonzero()[0].tolist())
     of_all = f"{int(where.sum())} of {where.numel()} elements"
-    return f"at {[*index]} it is {ours[index].item():.6g}, expected {exact[index].item():.6g}; {of_all}"
+    return f"at {[*index]} it is {ours[index].item():.9g}, expected {exact[index].item():.9g}; {of_all}"
 
 
 def same(ours: Any, exact: Any, label: str = "result") -> bool:

@@ -58,6 +58,7 @@ class RoutineCase:
             of each part has several columns, ``segment_ids`` the shape of the ids, any other argument an entry per row.
         cdf: distribution of a drawn level above ``eps``: ``(level - eps) / (1 - eps)`` -> its cumulative probability.
         rate: arguments -> probability with which a position is corrupted; None: ``p_mask``, which holds the level.
+        factor: length of a row -> float32 factors of its positions, with which ``p_mask`` is the level; None: 1.
         number: (levels, sizes of the parts) -> number of corrupted positions of each part; None: each position is
             corrupted by itself.
         of_supervised: whether the number is a share of the supervised positions, not of all of them.
@@ -73,6 +74,7 @@ class RoutineCase:
     inputs: Callable[[torch.Tensor], Tensors] = no_inputs
     cdf: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
     rate: Callable[[dict[str, Any]], Any] | None = None
+    factor: Callable[[int], torch.Tensor] | None = None
     number: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     of_supervised: bool = False
     one_launch: bool = True
@@ -130,6 +132,10 @@ class RoutineCase:
         options = {name: value for name, value in example.given.items() if name not in tensors}
         inputs, tokens = lambda ids: self.inputs(ids) | tensors, {"mask_token_id": HAND_MASK, "vocab_size": HAND_V}
         return replace(self, options={**self.options, **options}, inputs=inputs, tokens=tokens)
+
+    def of_positions(self, levels):
+        """Return the ``p_mask`` of the level ``[B, L]`` of each position."""
+        return levels if self.factor is None else levels * self.factor(levels.shape[1]).to(levels)
 
     def columns(self, L):
         """Return the number of levels of a row: one, or one per block, or one per possible segment."""
