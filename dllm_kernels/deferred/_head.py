@@ -127,15 +127,13 @@ class FusedHead:
             file, line, registry = _caller()
             use = use.strip("_")
             size = f"all {math.prod(shape)} of them, {tuple(shape)}," if shape else "all of them"
-            text = (
-                f"{use} at {file}:{line} needs the logits themselves, so that {size} are computed; use "
-                f"{INSTEAD.get(use, ENDS)}, or fused_head(..., on_logits='allow')"
-            )
+            fix = f"so that {size} are computed; use {INSTEAD.get(use, ENDS)}, or fused_head(..., on_logits='allow')"
             if self.on_logits == "raise":
-                raise RuntimeError(text)
+                raise RuntimeError(f"{use} at {file}:{line} needs the logits themselves, {fix}")
             places = _warned.setdefault(self.module, set())
             if (use, file, line) not in places:
                 places.add((use, file, line))
+                text = f"{use} at {file}:{line} needs the logits themselves, {fix}"
                 warnings.warn_explicit(text, UserWarning, file, line, registry=registry)
         self.materialized += 1
 
