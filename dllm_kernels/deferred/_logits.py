@@ -23,6 +23,7 @@ from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
 from dllm_kernels.deferred._pending import product_key
 from dllm_kernels.deferred._record import NO_SHIFT, Form
+from dllm_kernels.deferred._released import replace_source
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, not_narrowed
@@ -64,8 +65,8 @@ class Rows(Form):
     def logits_fields(self) -> dict[str, Any]:
         """Fields of the records that the head sets; float32 logits if constants are added, not to round them again."""
         fields: dict[str, Any] = self.head.logits_fields
-        wider = self.adds_constants and self.hidden.dtype != torch.float64
-        return fields | {"logits_dtype": torch.float32} if wider else fields
+        adds = self.class_bias is not None and not self.fills_classes
+        return fields | {"logits_dtype": torch.float32} if adds and self.hidden.dtype != torch.float64 else fields
 
     def restored(self) -> Any:
         """Restore the autocast state of the head call."""
@@ -233,7 +234,7 @@ class DeferredLogits(Rows, DeferredTensor):
         if len(self.sources) > 1 or not isinstance(source, DeferredLogits) or source.watched or not source.deferred:
             return False
         del source
-        twin = self.replace_source(0)
+        twin = replace_source(self, 0)
         return twin is not None and bool(twin._is_alone())
 
     def moved(self, move: Move, step: Callable[..., Any], index: Any = None) -> Any:

@@ -276,9 +276,7 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     return next((x for x in sums if x._value is result), result)  # such as x.to(x.dtype), which is x
 
 
-def _weighted(
-    parts: Any, logits: Any, target: Tensor, ignore_index: int, function: RowFunction | None, row_weights: Tensor
-) -> Any:
+def _weighted(parts: Any, logits: Any, target: Tensor, ignore_index: int, function: Any, row_weights: Tensor) -> Any:
     record = logits.rows_of(parts)
     if function is not None:
         return weighted_rows(record, function, target, row_weights)

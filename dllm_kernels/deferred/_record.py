@@ -188,11 +188,6 @@ class Form:
         skipped = self.skip is not None and not self.skip_finite
         return skipped or (self.class_bias is not None and self.class_bias.infinite)
 
-    @property
-    def adds_constants(self) -> bool:
-        """True if constants are added to the logits."""
-        return self.class_bias is not None and self.class_bias.filled is None
-
     def bias_of(self, head: Head) -> Tensor | None:
         """Return the bias of the logits of a head."""
         bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)

@@ -29,6 +29,7 @@ from dllm_kernels._graph._private import (
 )
 from dllm_kernels.deferred import _graph
 from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._released import release_sources
 
 ALIASES = {
     "__mul__": "mul", "__rmul__": "mul", "multiply": "mul", "__truediv__": "div", "true_divide": "div", "divide": "div",
@@ -188,7 +189,7 @@ class DeferredTensor(Tensor, Deferred):
             if not self.sources:
                 self.before_values(use)
             self._dense = self._laid_out(self._recipe.values(use if self.sources else self.filled()))
-            self._release_sources()
+            release_sources(self)
         return self._dense
 
     def _laid_out(self, t: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ class DeferredTensor(Tensor, Deferred):
                     with self._recipe.restored():
                         values = self._laid_out(self._recipe.function(*sources))
             self._value, self._node, self._linked = values, node, values.grad_fn
-            self._release_sources()
+            release_sources(self)
         return self._value
 
     def twin(self) -> Any:
@@ -225,31 +226,6 @@ class DeferredTensor(Tensor, Deferred):
     def _like(self, meta: Tensor, parts: _graph.Parts, recipe: Any) -> Any:
         attributes = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         return self.create(meta, parts, recipe, **attributes)
-
-    def replace_source(self, index: int) -> Any:
-        """Replace a source to which nothing else refers by a twin, without values, and return the twin; or None."""
-        twin, ref = self.sources[index].twin(), weakref.ref(self.sources[index])
-
-        def replace(other: Any) -> None:
-            self.sources = self._recipe.sources = (*self.sources[:index], other, *self.sources[index + 1 :])
-
-        replace(twin)
-        source = ref()
-        if source is not None:
-            replace(source)
-            return None
-        twin._derived.append(weakref.ref(self))
-        return twin
-
-    def _release_sources(self) -> None:
-        """Release the values of sources to which nothing else refers, as plain code does."""
-        for i in range(0 if self.is_view else len(self.sources)):  # no reference to the sources may remain
-            x = self.sources[i]
-            known = bool(x.sources) and (x._value is not None or x._dense is not None)
-            releasable = known and not x.watched and x._own_node and not x._copy
-            del x
-            if releasable and (twin := self.replace_source(i)) is not None:
-                twin._release_sources()
 
     def sync(self) -> None:
         """Bring values and graphs of the family up to date after changes in place that no rule has seen.
@@ -391,9 +367,7 @@ class DeferredTensor(Tensor, Deferred):
 
     @classmethod
     @disable_dynamo
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs, args = getattr(func, "__name__", str(func)), dict(kwargs or {}), list(args)
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
         if name == "__set__" and attribute == "data":
