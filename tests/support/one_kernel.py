@@ -4,7 +4,8 @@ Processes that run at the same time stop at their first failure, which is printe
 
 - accesses: the calls of ``tests/kernels/test_bounds.py``, executed as PTX on arrays of all threads;
 - offsets past 32 bits and spilled registers, on a mock GPU;
-- numbers and bits in another batch: the tests of ``JUDGES`` and of ``tests/kernels`` in Triton's interpreter.
+- numbers and bits in another batch: the tests in ``JUDGES``, or of the op of this name, and ``tests/kernels`` in
+  Triton's interpreter.
 """
 
 import contextlib
@@ -42,12 +43,15 @@ JUDGES = {  # file of kernels -> stems of its tests and options of pytest
     "sample": "linear_sample -k sample",
     "token_nll": "row_kernels token_nll linear_nll -k 'kernel or triton'",
 }
+OF_CASES = "errors cases flags num_active"  # tests over all ops, beside that of an op of the same name
 OF_OTHERS = "row_kernels token_nll linear_nll row_stats transform -k 'kernel or triton'"
 
 
 def judges_of(file):
     """Return the arguments of pytest for a file of kernels."""
-    stems, *options = re.split("(?= -k )", JUDGES.get(file, OF_OTHERS))
+    stem = file.lstrip("_")
+    usual = f"{stem} {OF_CASES} -k {stem}" if (ROOT / f"tests/ops/test_{stem}.py").exists() else OF_OTHERS
+    stems, *options = re.split("(?= -k )", JUDGES.get(file, usual))
     found = [str(path.relative_to(ROOT)) for stem in stems.split() for path in ROOT.glob(f"tests/*/test_{stem}.py")]
     return [*(path for path in sorted(found) if "reference" not in path), *shlex.split("".join(options))]
 
