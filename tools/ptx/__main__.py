@@ -12,7 +12,7 @@ SUBJECTS = {
     "ops": "divergence dpace_weights extra gradcheck gumbel_topk linear_logits linear_nll linear_sample num_active"
     " products row_objective row_stats second_order soft_embedding token_log_probs token_nll topk_divergence transform",
     "internals": "backends corruption rows",
-    "corruption": "corruption corruption_levels padding segments sources",
+    "corruption": "corruption corruption_levels padding sources",
     "losses": "losses", "policy": "loss", "generate": "generate",
 }  # fmt: skip
 
@@ -22,6 +22,8 @@ def main(arguments: list[str]) -> int:
     options = ["-p", "tools.ptx.plugin", "-n", "auto", "-m", "not exhaustive", *arguments]
     if not any("tests" in argument for argument in arguments):
         files = [f"tests/{folder}/test_{name}.py" for folder, names in SUBJECTS.items() for name in names.split()]
+        if missing := [file for file in files if not (ROOT / file).exists()]:
+            raise SystemExit(f"SUBJECTS must name existing files of tests, got {missing}")
         options += ["--every-kernel", *(str(ROOT / file) for file in files)]
     return pytest.main(options)
 
