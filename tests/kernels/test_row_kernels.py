@@ -141,8 +141,8 @@ def test_every_kind_of_row(path, V, dtype, offset, monkeypatch):
     nll, grad, (correct, best), factor = PATHS[path](theirs, targets, scale)
     for i, name in enumerate(names):
         assert_same_specials(nll[i], exact[0][i], name)
-        assert correct[i] == (matches[i] & ~exact[0][i].isnan()), name
-        assert best[i] == ids[i], name
+        assert correct[i] == (matches[i] & ~exact[0][i].isnan()), f"argmax match of the row {name!r}"
+        assert best[i] == ids[i], f"argmax of the row {name!r}"
         assert (grad[i] * factor[i]).isnan().any() == exact[0][i].isnan(), name
     one_by_one = (~ordinary & ~exact[0].isnan()).nonzero().tolist()
     for these in (ordinary & ~exact[0].isnan(), *one_by_one):
