@@ -112,10 +112,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         branches = concatenated and batch.loss_mask_ar is not None
         # without an AR part, any number of positions may follow the diffusion rows
         width = 2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None
-        raw, rows = (
-            rows,
-            rows.checked(ids, width=width, branches=1 if causal is None or batch.loss_mask_ar is None else 2),
-        )
+        outputs = 1 if causal is None or batch.loss_mask_ar is None else 2
+        raw, rows = rows, rows.checked(ids, width=width, branches=outputs)
         batch.check_unused(causal=causal, noisy_input_ids=batch.noisy_input_ids)
         self._check_alpha()
         check_constant("alpha", self.alpha)
