@@ -250,13 +250,14 @@ class DeferredLogits(Rows, DeferredTensor):
             meta = self._copy_meta([hidden], axis) if after_step is None else after_step[0]
             owns = after_step is None or not after_step[1]
             return self.after([self], step, (hidden, low_rank, *rest), axis=axis, meta=meta, owns=owns, shift=shift)
-        results = []
+        results, values = [], functools.lru_cache(1)(step)  # of all parts, whose backward is one operation then
         for i, (h, meta) in enumerate(zip(hidden, after_step[0], strict=True)):  # type: ignore[index]
             u = None if low_rank is None else low_rank[i]
             axis = move.axis % h.dim()
             step = strided(meta, meta.storage_offset() - self.meta.storage_offset())
             part = shift if shift.rows is None else shift._replace(rows=shift.rows[i])
-            results.append(self.after([self], step, (h, u, *rest), axis=axis, meta=meta, shift=part))
+            changes = {"axis": axis, "meta": meta, "shift": part, "_together": lambda z, i=i: values(z)[i]}
+            results.append(self.after([self], step, (h, u, *rest), **changes))
         return type(hidden)(results) if type(hidden) in (tuple, list) else tuple(results)
 
 

@@ -93,6 +93,7 @@ class DeferredTensor(Tensor, Deferred):
     _node_read: bool = False  # its grad_fn was read, and may therefore have hooks
     _changed_view: DeferredTensor | None = None  # that a Function may have marked dirty, kept until the next `sync`
     _copy: bool = False  # has the values of a tensor that requires a gradient; a Function or torch may make its graph
+    _together: Any = None  # returns the values of this view, created by one operation with those of other views
     _needed_in: int = -1  # the backward pass in which a function that is recomputed has needed the values
 
     @classmethod
@@ -213,7 +214,7 @@ class DeferredTensor(Tensor, Deferred):
                 else:
                     sources = [source.materialize(use) for source in self.sources]
                     with self._recipe.restored():
-                        values = self._laid_out(self._recipe.function(*sources))
+                        values = self._laid_out((self._together or self._recipe.function)(*sources))
             self._value, self._node, self._linked = values, node, values.grad_fn
             release_sources(self)
         return self._value
@@ -244,6 +245,9 @@ class DeferredTensor(Tensor, Deferred):
                             "an autograd Function must not take deferred logits directly after another one that marked "
                             "a view of them as dirty; call materialize() of the logits first, and use its result"
                         )
+                    for y in family:
+                        if y._together:
+                            y.linked_value()
                     x._value.copy_(_graph.in_graph(x, x.dense().clone()))  # type: ignore[union-attr]
             for x in family:
                 x._changed_view = x._changed_view if in_function else None
@@ -272,8 +276,8 @@ class DeferredTensor(Tensor, Deferred):
             x._checkpointed &= not same_storage(x.meta, self.meta)
             if not x.is_view and any(same_storage(source.meta, self.meta) for source in x.sources):
                 x._recipe.keep_graph()
-        if torch.is_grad_enabled() and self.requires_grad:
-            for x in family:
+        for x in family:
+            if x._together or (torch.is_grad_enabled() and self.requires_grad):
                 x.linked_value()
         values = self.materialize(use)
         version = values._version
@@ -291,8 +295,10 @@ class DeferredTensor(Tensor, Deferred):
         """Return the values; for a view, a view of the values of its source: torch then changes the graphs of both."""
         value: Any = self._value
         if self.is_view and value.requires_grad and self._own_node and not self._copy:
-            source = self.sources[0].linked_value()
-            if value._base is not (source if source._base is None else source._base):
+            known, source = self.sources[0]._value, self.sources[0].linked_value()
+            base = source if source._base is None else source._base
+            if self._together or source is not known or value._base is not base:
+                self._together = None  # torch forbids to change such views, and what they are views of
                 with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
                     self._value = value = self._recipe.function(source)
                 self._linked = value.grad_fn
