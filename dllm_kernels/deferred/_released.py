@@ -29,7 +29,7 @@ def release_sources(tensor: Any) -> None:
     """Release the values of sources to which nothing else refers."""
     for i in range(0 if tensor.is_view else len(tensor.sources)):  # no reference to the sources may remain
         x = tensor.sources[i]
-        known = bool(x.sources) and (x._value is not None or x._dense is not None)
+        known = x._value is not None or x._dense is not None
         releasable = known and not x.watched and x._own_node and not x._copy
         del x
         if releasable and (twin := replace_source(tensor, i)) is not None:

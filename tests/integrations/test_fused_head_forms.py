@@ -254,12 +254,20 @@ def capped(z):
     return 30 * torch.tanh(z / 30)
 
 
+def hooked(z):
+    z.register_hook(lambda gradient: gradient * 2)
+    return z
+
+
 MATERIALIZED = {
     "guidance": lambda z: (lambda z, u: u + 2.5 * (z - u))(*capped(z).chunk(2, 1)).cumsum(1),
     "sums of sums": lambda z: (capped(z) + capped(z).roll(1, 1) / 2).mul(3).cumsum(1),
     "without gradients": lambda z: z * no_grad(lambda z, _: (capped(z) / 0.7).sort(-1).values[..., :1])(z, None),
     "a copy of exponentials": lambda z: z.exp().clone().scatter_(-1, z.argmax(-1, keepdim=True), 0.0),
     "a view in place": lambda z: put(capped(z).mul(2)[:, 1:], 0, 1.0).cumsum(1),
+    "where": lambda z: torch.where((z := capped(z)) > 0, z, 0.0),
+    "a hook": lambda z: hooked(z := capped(z) / 2).log_softmax(-1).cumsum(1),
+    "a hook on parts": lambda z: (lambda z, u: u + 2.5 * (z - u))(*hooked(z := capped(z)).chunk(2, 1)).cumsum(1),
 }  # fmt: skip
 
 
@@ -278,4 +286,4 @@ def test_materialized_logits_take_at_most_one_more_copy(name):
         with fused_head(model, on_logits="allow"):
             step(_)
 
-    assert peak_memory(fused, "cpu") <= peak_memory(step, "cpu") + 1.2 * ids.numel() * classes * 4
+    assert peak_memory(fused, "cpu") <= peak_memory(step, "cpu") + 1.1 * ids.numel() * classes * 4
