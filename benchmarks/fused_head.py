@@ -97,6 +97,11 @@ def guidance(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
     return all_rows(logits, ids[:, : logits.shape[1]], p[:, : logits.shape[1]])
 
 
+def capped_guidance(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute a loss of guided logits that have a soft cap, which are materialized."""
+    return guidance(torch.tanh(logits / 30) * 30, ids, p)
+
+
 def padded_vocabulary(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
     """Cut a padded vocabulary."""
     vocab = logits.shape[-1] - 64
@@ -147,7 +152,7 @@ LOSSES = {
     "masked rows": masked_rows, "all rows": all_rows, "where and einsum": chosen, "ratios": ratios, "z-loss": z_loss,
     "gather and logsumexp": selective, "subs": subs, "guidance": guidance, "padded vocabulary": padded_vocabulary,
     "entropy": entropy, "distribution": distribution, "touched": touched, "EAGLE": eagle,
-    "distillation": distillation,
+    "distillation": distillation, "guidance, capped": capped_guidance,
 }  # fmt: skip
 
 
@@ -159,7 +164,7 @@ def candidate(loss: Any, model: Head, inputs: Inputs, fused: bool) -> measure.Ca
         if not fused:
             loss(model(hidden), ids, p).backward()
             return
-        with fused_head(model, on_logits="raise"):
+        with fused_head(model, on_logits="allow" if loss is capped_guidance else "raise"):
             loss(model(hidden), ids, p).backward()
 
     return measure.Candidate(run, measure.without_gradients([hidden, model.lm_head.weight]))
