@@ -155,6 +155,23 @@ def test_the_requested_backend_runs(routine, monkeypatch, device):
         routine(ids, loss_mask, seeds=seeds, backend="triton")
 
 
+def test_every_path_rejects_a_kind_without_a_branch(monkeypatch, device):
+    """In ``body``, in the lists of the launcher, and in the kernel of kinds with independent positions."""
+    ids, loss_mask, seeds = batch(2, 9, device)
+    monkeypatch.setitem(ops.TIMES, "new", 1)
+
+    def corrupt(backend):
+        ops.corrupt(ids, loss_mask, None, seeds, None, None, ops.Routine("new", MASK), backend)
+
+    with pytest.raises(AssertionError, match=r"^body in corruption/_corrupt\.py has no branch for the kind new"):
+        corrupt("torch")
+    with pytest.raises(AssertionError, match=r"^no kernel in backends/triton/corruption\.py lists the kind new"):
+        corrupt("triton")
+    monkeypatch.setattr(kernels, "_INDEPENDENT", (*kernels._INDEPENDENT, "new"))
+    with pytest.raises(Exception, match="_corrupt_independent has no branch for the kind new"):
+        corrupt("triton")
+
+
 @pytest.mark.everyday(40)
 @more_routines
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (9, 150)])
