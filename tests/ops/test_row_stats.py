@@ -9,6 +9,7 @@ import torch
 
 import reference
 from dllm_kernels.ops import RowStats, linear_row_stats, row_stats
+from dllm_kernels.rows import _stats_interface
 from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
@@ -383,10 +384,11 @@ def test_long_bf16_rows(backend):
 
 
 def test_every_output_is_in_the_oracle_and_described():
-    page = (ROOT / "docs/ops/row-stats.md").read_text()
     assert RowStats._fields == reference.RowStats._fields
-    assert [name for name in RowStats._fields if f"{name}: " not in RowStats.__doc__ or f"`{name}`" not in page] == []
     assert {*FLAGS} <= {*STATISTICS}
+    texts = {file: (ROOT / file).read_text() for file in ("docs/ops/row-stats.md", "CHANGELOG.md")}
+    texts |= {"rows/_stats_interface.py": _stats_interface.__doc__, "RowStats": RowStats.__doc__.replace(":", "`")}
+    assert [(name, file) for name in RowStats._fields for file, text in texts.items() if f"{name}`" not in text] == []
 
 
 def test_outputs_that_were_not_requested_are_none(source):
