@@ -384,7 +384,7 @@ def test_long_bf16_rows(backend):
 
 
 def test_every_output_is_in_the_oracle_and_described():
-    assert RowStats._fields == reference.RowStats._fields
+    assert RowStats._fields == reference.RowStats._fields, "the fields in ops/row_stats.py and reference/row_stats.py"
     assert {*FLAGS} <= {*STATISTICS}
     texts = {file: (ROOT / file).read_text() for file in ("docs/ops/row-stats.md", "CHANGELOG.md")}
     texts |= {"rows/_stats_interface.py": _stats_interface.__doc__, "RowStats": RowStats.__doc__.replace(":", "`")}
