@@ -155,9 +155,11 @@ def test_the_requested_backend_runs(routine, monkeypatch, device):
         routine(ids, loss_mask, seeds=seeds, backend="triton")
 
 
-def test_every_path_rejects_a_kind_without_a_branch(monkeypatch, device):
-    """In ``body``, in the lists of the launcher, and in the kernel of kinds with independent positions."""
+def test_every_kind_is_described_and_every_path_rejects_one_without_a_branch(monkeypatch, device):
+    """It lacks one in ``body``, in the lists of the launcher, or in the kernel of kinds with independent positions."""
     ids, loss_mask, seeds = batch(2, 9, device)
+    missing = [kind for kind in ops.TIMES if f"\n    {kind} " not in ops.Routine.__doc__]
+    assert not missing, f"add a row for {missing} to the table of Routine in corruption/_corrupt.py"
     monkeypatch.setitem(ops.TIMES, "new", 1)
 
     def corrupt(backend):
