@@ -189,6 +189,7 @@ def corrupt(
         coins = _rules.below(grid.fold(rows.draws), grid.expand_to_positions(m)).reshape(-1, grid.L)
         if kind == "tokens":
             return CorruptionResult(coins, _rules.token(rows.words, token), None if level is None else m)
+        assert kind == "mask", f"body in corruption/_corrupt.py has no branch for the kind {kind}"
         return CorruptionResult(coins if number is None else coins & (number >= 0), token, m)
 
     layout = Layout(grid.blocks, grid.L, whole_words=kind == "tokens")

@@ -5,7 +5,8 @@ With d_v = z_v - M for the transformed logits z of a row and M its maximum, S = 
     log p_k = d_k - log S,        lse = M + log S,        H = log S - sum_v e^{d_v} d_v / S,
     F = sum_v log(a + b p_v),     W = sum_v q_v,          q_v = b p_v / (a + b p_v) = e^{d_v} / (e^{d_v} + a S / b),
 
-and, for upstream gradients g of each output, with log p_v = d_v - log S,
+which the callers return as ``log_probs``, ``lse``, ``entropy`` (H) and ``mix`` (F), beside the argmax (``ids``) and
+whether it is the first id (``correct``); and, for upstream gradients g of each output, with log p_v = d_v - log S,
 
     dL/dz_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
     A = g_lse - sum_k g_k - g_H H - g_F W,        B = -g_H.

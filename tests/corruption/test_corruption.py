@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 import reference
 from dllm_kernels import corruption
 from tests.support.parity import same
+from tests.support.readme import ROOT
 from tests.support.routines import FIRSTS, MASK, MORE, OTHERS, ROUTINES, batch, row_by_hand, seed_of_a_call
 
 pytestmark = pytest.mark.indices
@@ -21,22 +21,27 @@ pytestmark = pytest.mark.indices
 every_routine = pytest.mark.parametrize("routine", ROUTINES.values(), ids=ROUTINES)
 more_routines = pytest.mark.parametrize("routine", MORE.values(), ids=MORE)
 
-
-ROOT = Path(__file__).parents[2]
-WRITTEN = "docs/corruption.md", "CHANGELOG.md"
 BY_HAND = [(name, case, example) for name, case in ROUTINES.items() for example in case.examples]
 
 
 def test_every_function_has_a_case_an_oracle_and_a_place_in_the_documentation():
-    """A case in ``ROUTINES`` of ``tests/support/routines.py``, or a call in ``OTHERS`` if it corrupts nothing."""
-    assert set(corruption.__all__) == FIRSTS.keys() | OTHERS.keys()
-    assert {name for name in vars(corruption) if name.startswith("corrupt_")} == FIRSTS.keys()
-    assert [name for name in FIRSTS if not hasattr(reference.corruption, name)] == []
+    """A case in ``ROUTINES``, or a call in ``OTHERS`` if it corrupts nothing."""
+    named, exported = FIRSTS.keys() | OTHERS.keys(), {*corruption.__all__}
     levels = {(case.routine, "level" in case.inputs(IDS)) for case in ROUTINES.values() if "level" in case.parameters}
-    assert levels == {(name, given) for name, _ in levels for given in (False, True)}, "a level drawn and one given"
-    assert FIRSTS.keys() - {case.routine for _, case, _ in BY_HAND} == set(), "a result that was worked out by hand"
-    texts = {file: (ROOT / file).read_text() for file in WRITTEN}
-    assert [(name, file) for name in FIRSTS for file, text in texts.items() if f"`{name}`" not in text] == []
+    page, changes = ((ROOT / file).read_text() for file in ("docs/corruption.md", "CHANGELOG.md"))
+    missing = {
+        "tests/support/routines.py": exported.union(n for n in vars(corruption) if n.startswith("corrupt_")) - named,
+        "tests/support/routines.py, with a drawn level and a given one": {
+            name for name, _ in levels if not levels >= {(name, False), (name, True)}
+        },
+        "tests/support/routines.py, by hand": FIRSTS.keys() - {case.routine for _, case, _ in BY_HAND},
+        "__all__ of dllm_kernels/corruption/__init__.py": named - exported,
+        "reference/corruption.py": {name for name in FIRSTS if not hasattr(reference.corruption, name)},
+        "reference/__init__.py": {n for n in named if n not in reference.__all__ or not hasattr(reference, n)},
+        "the table of docs/corruption.md": {name for name in FIRSTS if f"\n| [`{name}`][{name}] |" not in page},
+        "CHANGELOG.md": {name for name in named if f"`{name}`" not in changes},
+    }
+    assert {place: names for place, names in missing.items() if names} == {}
 
 
 @pytest.mark.parametrize(("case", "example"), [parts[1:] for parts in BY_HAND], ids=[name for name, *_ in BY_HAND])

@@ -155,6 +155,25 @@ def test_the_requested_backend_runs(routine, monkeypatch, device):
         routine(ids, loss_mask, seeds=seeds, backend="triton")
 
 
+def test_every_kind_is_described_and_every_path_rejects_one_without_a_branch(monkeypatch, device):
+    """It lacks one in ``body``, in the lists of the launcher, or in the kernel of kinds with independent positions."""
+    ids, loss_mask, seeds = batch(2, 9, device)
+    missing = [kind for kind in ops.TIMES if f"\n    {kind} " not in ops.Routine.__doc__]
+    assert not missing, f"add a row for {missing} to the table of Routine in corruption/_corrupt.py"
+    monkeypatch.setitem(ops.TIMES, "new", 1)
+
+    def corrupt(backend):
+        ops.corrupt(ids, loss_mask, None, seeds, None, None, ops.Routine("new", MASK), backend)
+
+    with pytest.raises(AssertionError, match=r"^body in corruption/_corrupt\.py has no branch for the kind new"):
+        corrupt("torch")
+    with pytest.raises(AssertionError, match=r"^no kernel in backends/triton/corruption\.py lists the kind new"):
+        corrupt("triton")
+    monkeypatch.setattr(kernels, "_INDEPENDENT", (*kernels._INDEPENDENT, "new"))
+    with pytest.raises(Exception, match="_corrupt_independent has no branch for the kind new"):
+        corrupt("triton")
+
+
 @pytest.mark.everyday(40)
 @more_routines
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (9, 150)])

@@ -14,6 +14,8 @@ from dllm_kernels.distributed.vocab_parallel import ShardPrimitives
 from dllm_kernels.ops import linear_topk_divergence, token_nll, topk_divergence, weighted_linear_nll
 from dllm_kernels.rows import _active_rows, _chunks, _rest, _setup
 from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
+from dllm_kernels.rows._fused import Fused
+from dllm_kernels.rows._primitives import RowPrimitives, row_primitives
 from dllm_kernels.rows._setup import Setup
 from dllm_kernels.rows._teacher import Teacher
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
@@ -61,9 +63,17 @@ def test_rows_of_a_chunk_with_padding_between_them(dtype, path, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
-def test_every_row_primitive_has_a_form_for_a_split_vocabulary():
+def test_every_row_primitive_has_a_contract_and_a_form_for_a_split_vocabulary():
+    for primitives in map(type, map(row_primitives, (False, True))):
+        new = {name for name in vars(primitives) if name[0] != "_"} - {*dir(RowPrimitives), "stats"}
+        assert not new, f"add the abstract methods {sorted(new)} to RowPrimitives in rows/_primitives.py"
     missing = sorted(ShardPrimitives.__abstractmethods__)
     assert not missing, f"add the methods {missing} to ShardPrimitives in distributed/vocab_parallel.py"
+
+
+def test_every_backward_pass_raises_if_it_is_differentiated():
+    missing = [f"{f.__module__}.{f.__name__}" for f in Fused.__subclasses__() if not hasattr(f.backward, "__wrapped__")]
+    assert not missing, f"decorate the backward of {missing} with first_order"
 
 
 def test_a_chunk_has_at_least_one_row_and_whole_tiles():

@@ -22,6 +22,7 @@ from dllm_kernels.ops import token_nll
 B, L, V, D = 2, 3, 10, 4
 X, Y, ON = torch.randn(B, L, V), torch.zeros(B, L, dtype=torch.long), torch.ones(B, L)
 H, W, P = torch.randn(B, L, D), torch.randn(V, D), torch.full((B, L), 0.5)
+BOTH = torch.cat([X, X], 1)  # rows of the diffusion part, followed by those of the AR part
 BAD = torch.tensor([[0, V, 0], [0, 0, 0]])
 HEAD = torch.nn.Linear(D, V)
 
@@ -33,6 +34,10 @@ def first(stats):
 def of_policy(ids, on, shift=False):
     views = policy_views(ids.clamp(max=V - 1), on, V - 1, "full")
     return PolicyLoss(PolicyObjective("reinforce"), shift=shift)(X[None], ids, views, None, torch.ones(B))
+
+
+def of_hybrid(logits, ids, on, causal=None):
+    return HybridDiffusionLLMLoss()(logits, ids, 0 * ON, P, ON, loss_mask_ar=on, causal_logits=causal).total_loss
 
 
 def of_depths(ids, on):
@@ -58,9 +63,8 @@ CALLS = {
     "divergence": (lambda y, on: ops.divergence(X, X, on, kind={"ce": 1, "kl": 1}, targets=y), "targets"),
     "soft_embedding": (lambda y, on: ops.soft_embedding(H, W, W, bump=1.0, bump_ids=y, active=on), "bump_ids"),
     "mdlm, noise": (lambda y, on: MDLMCrossEntropyLoss().forward_fused(H, W, y, on, P, ON), "target_ids"),
-    "hybrid, AR": (
-        lambda y, on: HybridDiffusionLLMLoss()(X, y, 0 * ON, P, ON, loss_mask_ar=on, causal_logits=X), "target_ids",
-    ),
+    "hybrid, AR": (lambda y, on: of_hybrid(X, y, on, X), "target_ids"),
+    "hybrid, AR rows last": (lambda y, on: of_hybrid(BOTH, y, on), "target_ids"),
     "policy": (of_policy, "ids"),
     "policy, shift": (lambda y, on: of_policy(y, on, shift=True), "ids"),
     "MaskedCrossEntropy": (lambda y, on: MaskedCrossEntropy()(X, y, mask=on), "labels"),
@@ -88,9 +92,12 @@ def test_on_a_cpu_a_bad_target_of_a_row_that_counts_is_an_error(name, unset, mon
     call(BAD, ON)
 
 
-def test_the_first_target_of_a_next_token_loss_is_not_predicted(unset):
-    ids, options = torch.tensor([[V, 0, 0], [-1, 0, 0]]), {"loss_mask_ar": ON, "causal_logits": X}
-    assert HybridDiffusionLLMLoss()(X, ids, 0 * ON, P, ON, **options).total_loss.isfinite()
+def test_targets_that_no_ar_row_predicts_are_not_checked(unset):
+    """The first target of each sequence, and all targets if the loss has no AR part."""
+    for logits, mask, causal in ((X, ON, None), (X, None, X), (BOTH, None, None)):
+        assert of_hybrid(logits, BAD, mask, causal) == 0
+    for logits, causal in ((X, X), (BOTH, None)):
+        assert of_hybrid(logits, torch.tensor([[V, 0, 0], [-1, 0, 0]]), ON, causal).isfinite()
 
 
 def test_a_skipped_target_is_an_error_on_request_only(unset):

@@ -40,6 +40,15 @@ def test_every_op_has_a_case():
     assert {case.op for case in OP_CASES} == {case.op for case in FIRST_OPS}
 
 
+def test_every_case_of_an_op_of_logits_has_what_tests_compare_with():
+    """Except for products of a teacher or an embedding. Without a gradient, the tests of the file judge the values."""
+    cases = [case for case in FIRST_OPS if case.kinds]
+    unset = {f"{f} of {case.name}" for case in cases for f in ("oracle", "products", "syncs") if not getattr(case, f)}
+    unset -= {f"{field} of {name}" for field in ("oracle", "products") for name in ("divergence", "soft_embedding")}
+    missing = sorted(unset - {"oracle of linear_sample"})
+    assert not missing, f"add {missing} to tests/support/op_cases.py"
+
+
 def test_every_file_of_an_op_has_tests_of_its_own():
     here = Path(__file__).parent
     files = Path(ops.__file__).parent.glob("[a-z]*.py")

@@ -42,26 +42,28 @@ def test_the_example_of(name, capsys):
 
 
 def documented_arguments(function):
-    """Return the arguments listed in the docstring, one or several per line."""
-    _, _, listed = (inspect.getdoc(function) or "").partition("Args:\n")
+    """Return the arguments, or the fields of a named tuple, listed in the docstring, one or several per line."""
+    text = (inspect.getdoc(function) or "").replace("\nAttributes:\n", "\nArgs:\n")
+    _, _, listed = text.partition("Args:\n")
     lines = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*):", listed.partition("\n\n")[0], re.MULTILINE)
     return [name.lstrip("*") for line in lines for name in line.split(", ")]
 
 
 def described():
-    """Return the public functions, and the public methods that public classes of the package define, each once."""
+    """Return the public functions and named tuples, and the public methods of the package's classes, each once."""
     modules = [ours, distributed, mtp, names, nemo_automodel, speculators, transformers, trl]
     public_objects = [
         public_object for module in modules for name, public_object in vars(module).items() if not name.startswith("_")
     ]
-    found = [public_object for public_object in public_objects if inspect.isfunction(public_object)]
+    found = [public for public in public_objects if inspect.isfunction(public) or hasattr(public, "_fields")]
     for owner in {
         base for public_object in public_objects if inspect.isclass(public_object) for base in public_object.__mro__
     }:
         methods = [value for name, value in vars(owner).items() if not name.startswith("_") or name == "__call__"]
         found += [m.__func__ if isinstance(m, (classmethod, staticmethod)) else m for m in methods]
-    own_functions = {f for f in found if inspect.isfunction(f) and f.__module__.startswith("dllm_kernels.")}
-    return sorted(own_functions, key=lambda f: (f.__module__, f.__qualname__))
+    found = filter(lambda f: inspect.isfunction(f) or inspect.isclass(f), found)
+    own = {f for f in found if f.__module__.startswith("dllm_kernels.")}
+    return sorted(own, key=lambda f: (f.__module__, f.__qualname__))
 
 
 @pytest.mark.parametrize("function", described(), ids=lambda f: f"{f.__module__}.{f.__qualname__}")

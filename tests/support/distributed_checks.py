@@ -187,11 +187,11 @@ def close(got, expected, label=""):
 
 def all_close(got, expected, *, plain=False):
     """Compare several results, of which both sides lack the same ones; with ``plain``, none is a DTensor."""
-    for a, b in zip(got, expected, strict=True):
-        assert (a is None) == (b is None)
-        assert not (plain and isinstance(a, DTensor))
+    for name, a, b in zip(getattr(expected, "_fields", range(len(expected))), got, expected, strict=True):
+        assert (a is None) == (b is None), name
+        assert not (plain and isinstance(a, DTensor)), name
         if b is not None:
-            close(a, b)
+            close(a, b, name)
 
 
 def upstream(case, rows=B):

@@ -97,9 +97,9 @@ def _topk_oracle(z: torch.Tensor, r: Rows, **options: Any) -> list[torch.Tensor]
     return [reference.topk_divergence(z, *_top(z, r), **options).loss]
 
 
-def _stats_oracle(z: torch.Tensor, r: Rows) -> list[torch.Tensor]:
+def _stats_oracle(z: torch.Tensor, r: Rows, names: tuple[str, ...] = STATISTICS) -> list[torch.Tensor]:
     out = reference.row_stats(z, r.ids, (r.small, r.positive), r.mask)
-    return [getattr(out, name) for name in STATISTICS]
+    return [getattr(out, name) for name in names]
 
 
 def _in_columns(x: Any, r: Rows) -> dict[str, Any]:
@@ -219,6 +219,7 @@ _ROW_OBJECTIVE = OpCase(
 _TOKEN_LOG_PROBS = OpCase(
     "token_log_probs", options=lambda x, r: {"active": r.mask, "with_entropy": True},
     differentiable=("log_probs", "entropy"), products=(1, 3, 4, 3), syncs=(1, 1, 1),
+    oracle=lambda z, r: _stats_oracle(z, r, ("log_probs", "entropy")),
     kernels="row_stats",
 )  # fmt: skip
 _DIVERGENCE = OpCase(

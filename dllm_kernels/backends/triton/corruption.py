@@ -19,8 +19,8 @@ from dllm_kernels.backends.triton._launch import alone_on_a_multiprocessor
 from dllm_kernels.backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 from dllm_kernels.corruption._rules import MOST
 
-_KINDS = {"mask": 0, "tokens": 1, "all": 2}  # kinds with independent positions
-_MASK, _TOKENS, _ALL = (tl.constexpr(kind) for kind in _KINDS.values())
+_INDEPENDENT = ("mask", "tokens", "all")  # kinds with independent positions
+_EXACT = {"exact": True, "topk": False}  # the other kinds
 # Not specialised on, because compiling a kernel per class of lengths would stall training with variable lengths.
 SIZES = [
     "B", "L", "size", "stride", "token", "vocab_size", "stride_b", "mask_stride_b", "level_stride_b", "level_stride_n",
@@ -142,7 +142,7 @@ def _corrupt_independent(
     sizes = (B, L, size, None if start_ptr is None else _first_column(start_ptr, b, B, L))
     ids, noise = _read(batch, b, block, i, sizes, True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
-    if KIND != _ALL:
+    if KIND != "all":
         seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
         if segment_ptr is None:
             level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
@@ -153,13 +153,14 @@ def _corrupt_independent(
             noise = noise & (number >= 0)
             level = tl.where(number >= 0, level, 1.0)
         start = block * size + first
-        if KIND == _TOKENS:
+        if KIND == "tokens":
             word = _philox.words(seed, row, stride, start, SHARE, BLOCK)
             noise = noise & (_philox.uniform(word >> 41) < level)
             token = _philox.token_of(word, token)
         else:
+            tl.static_assert(KIND == "mask", f"_corrupt_independent has no branch for the kind {KIND}")
             noise = noise & (_philox.uniform(_philox.draws(seed, row, stride, start, SHARE, BLOCK) >> 9) < level)
-        if (KIND == _MASK) | HAS_LEVEL:
+        if (KIND == "mask") | HAS_LEVEL:
             p = tl.broadcast_to(level, [R, BLOCK])
     _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, sizes, ids, noise, token, p)
 
@@ -371,16 +372,17 @@ def corrupt(
     )  # fmt: skip
     flags: dict[str, Any] = {"SHARED_SEED": seed is not None and seed.dim() == 0, "HAS_LEVEL": level is not None}
     flags |= {"enable_fp_fusion": False}
-    if kind in _KINDS:
+    if kind in _INDEPENDENT:
         sizes = blocks, size, 4 if kind == "tokens" else 8
         R, block, share, num_warps = _tiles.independent(*sizes, segments is not None)
         programs = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
-        flags |= {"KIND": _KINDS[kind], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
+        flags |= {"KIND": kind, "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
         _corrupt_independent[programs](*pointers, segments, *numbers, **flags)
         return out
+    assert kind in _EXACT, f"no kernel in backends/triton/corruption.py lists the kind {kind}"
     tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY if start is None else _tiles.PADDED_IN_MEMORY)
     share = _tiles.share(blocks, size, tile.block, 8)
-    flags |= {"EXACT": kind == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
+    flags |= {"EXACT": _EXACT[kind], "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
     flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor(16) if tile.num_warps == 16 else {})
     row_rates, call_rate = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
     numbers = (*numbers, call_rate, int(block_size is None))
