@@ -270,14 +270,18 @@ def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant
     return result
 
 
-def functions_of(source: bytes) -> dict[int, str]:
-    """Return the name of the function or method at each line of a file; functions within them have no names."""
+def functions_of(source: bytes) -> dict[int, tuple[str, int]]:
+    """Return (name of the function or method, number of the line within it) for each line of the functions of a file.
 
-    def found(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[int, str]]:
+    Changes elsewhere in the file keep these numbers. Functions within functions have no names.
+    """
+
+    def found(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[int, tuple[str, int]]]:
         for node in body:
             if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
-                yield from ((line, prefix + node.name) for line in range(first, (node.end_lineno or first) + 1))
+                for line in range(first, (node.end_lineno or first) + 1):
+                    yield line, (prefix + node.name, line - first)
             elif isinstance(node, ast.ClassDef):
                 yield from found(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.If | ast.Try):
@@ -326,7 +330,7 @@ class Recorder:
 
     def __init__(self, package: Path, out: Path):
         self.package, self.out, self.tests, self.failed = f"{package}/", out, dict[str, Any](), set[str]()
-        self.functions, self.names = dict[str, dict[int, str]](), dict[str, int]()
+        self.functions, self.names = dict[str, dict[int, tuple[str, int]]](), dict[str, int]()
         self.ranks = tempfile.mkdtemp(dir=out.parent)
         os.environ["RECORD_RANKS"] = json.dumps([self.package, self.ranks])  # read by ``record_rank``
 
@@ -334,8 +338,9 @@ class Recorder:
         """Yield the numbers in ``names`` of each ``file:function:lines`` of a file."""
         if file not in self.functions:
             self.functions[file] = functions_of(Path(file).read_bytes())
-        for function, group in itertools.groupby(sorted(lines), lambda line: self.functions[file].get(line, "")):
-            name = f"{file.removeprefix(self.package)}:{function}:{' '.join(map(str, group))}"
+        places = sorted(self.functions[file].get(line, ("", line)) for line in lines)
+        for function, group in itertools.groupby(places, lambda place: place[0]):
+            name = f"{file.removeprefix(self.package)}:{function}:{' '.join(str(line) for _, line in group)}"
             yield self.names.setdefault(name, len(self.names))
 
     @pytest.hookimpl(wrapper=True)
@@ -376,7 +381,8 @@ def judges_of(file: str, function: str, line: int, calls: Calls) -> tuple[list[s
     far = dict[str, int]()  # of each function with lines
     for name in {name for _, called in calls.values() for name in called if name.startswith(f"{file}:")}:
         _, other, lines = name.split(":")
-        far[name] = 0 if str(line) in lines.split() else 1 if function and other == function else 2
+        own = other == function
+        far[name] = 0 if own and str(line) in lines.split() else 1 if own and function else 2
     of_test = {
         test: min((far[name] for name in called if name in far), default=3) for test, (_, called) in calls.items()
     }
@@ -555,8 +561,8 @@ def main(argv: list[str] | None = None) -> int:
         calls = recorded(options.root, options.calls, options.tests, places) if new else {}
         jobs = dict[Mutant | None, list[Job]]()
         for m in new:
-            function, content = functions_of(sources[m.file]).get(m.line, ""), mutated(sources[m.file], m)
-            judges = judges_of(m.file, function, m.line, calls)
+            content, function = mutated(sources[m.file], m), functions_of(sources[m.file]).get(m.line, ("", m.line))
+            judges = judges_of(m.file, *function, calls)
             limits = [60 + 5 * sum(calls[name][0] for name in tests) for tests in judges]
             jobs[m] = [Job(m.file, content, tuple(t), m, limit) for t, limit in zip(judges, limits, strict=True) if t]
         failed = set()
