@@ -1,8 +1,8 @@
 """Mutation testing: break the package in one place at a time and run its tests. See ``python -m tools.mutants --help``.
 
-Each mutant is tested in a copy of the source tree. The tests are everyday tests that call its function, by a record of
-their calls. They run in a fork of this process, which has already imported torch. A mutant survives if no test fails.
-Then either a test is missing, or the mutant is equivalent to the original.
+Each mutant is tested in a copy of the source tree. The tests are everyday tests that execute its line, by a record of
+the lines of each test. They run in a fork of this process, which has already imported torch. A mutant survives if no
+test fails. Then either a test is missing, or the mutant is equivalent to the original.
 """
 
 import argparse
@@ -10,8 +10,11 @@ import ast
 import contextlib
 import difflib
 import fnmatch
+import glob
 import hashlib
 import importlib
+import inspect
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,9 +26,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,7 +45,8 @@ PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds, for tests with unknown run time
 
 JUDGES = ("tests/[!r]*/test_*.py", "tests/repo/test_report.py")  # not those of the reference and of the repository
-BUDGET = 20  # seconds of a processor for the tests of one mutant
+# Seconds of a processor, as recorded, for the first tests of a mutant and for more tests if it survives these.
+BUDGETS = 20, 90
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
 SPEED_ONLY = ("backends/triton/_tiles.py",)
 SIZES = {  # block sizes, and thresholds between equivalent algorithms
@@ -70,6 +75,7 @@ SWAPPED = {
 OPERATOR = re.compile(r"is\s+not|not\s+in|\b(?:is|in|and|or)\b|<<|>>|<=|>=|==|!=|//|\*\*|[-+*/%@&|^<>]")
 
 Place = ast.stmt | ast.expr | ast.keyword
+Calls = dict[str, tuple[float, list[str]]]  # test -> its seconds, and the lines that it executes by function
 
 
 class Mutant(NamedTuple):
@@ -264,57 +270,95 @@ def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant
     return result
 
 
-def functions_of(source: bytes) -> list[tuple[int, int, str]]:
-    """Return (first line, last line, name) of the functions and methods of a file, without those within them."""
+def functions_of(source: bytes) -> dict[int, tuple[str, int]]:
+    """Return (name of the function or method, number of the line within it) for each line of the functions of a file.
 
-    def found(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[int, int, str]]:
+    Changes elsewhere in the file keep these numbers. Functions within functions have no names.
+    """
+
+    def found(body: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[int, tuple[str, int]]]:
         for node in body:
             if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
-                yield first, node.end_lineno or first, prefix + node.name
+                for line in range(first, (node.end_lineno or first) + 1):
+                    yield line, (prefix + node.name, line - first)
             elif isinstance(node, ast.ClassDef):
                 yield from found(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.If | ast.Try):
                 yield from found([*node.body, *node.orelse], prefix)
 
-    return [*found(ast.parse(source).body, "")]
+    return dict(found(ast.parse(source).body, ""))
 
 
-def function_at(functions: list[tuple[int, int, str]], line: int) -> str:
-    """Return the name of the function at a line; the empty name is the code outside of functions."""
-    return next((name for first, last, name in functions if first <= line <= last), "")
+@contextlib.contextmanager
+def executed(package: str) -> Iterator[dict[str, set[int]]]:
+    """Collect the lines that run by file of the package, including the lines that Dynamo traces."""
+    lines = defaultdict[str, set[int]](set)
+
+    def trace(frame: FrameType, *_: Any) -> Any:
+        code, scope = frame.f_code, frame.f_locals
+        if code.co_name == "set_current_loc" and scope["filename"].startswith(package):  # Dynamo traces a line
+            lines[scope["filename"]].add(scope["lineno"])
+        runs_often = code.co_flags & inspect.CO_OPTIMIZED  # in contrast to the code of a module or a class
+        return trace_line if runs_often and code.co_filename.startswith(package) else None
+
+    def trace_line(frame: FrameType, *_: Any) -> Any:
+        lines[frame.f_code.co_filename].add(frame.f_lineno)
+        return trace_line
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(None)
+
+
+@contextlib.contextmanager
+def record_rank(name: str) -> Iterator[None]:
+    """Record one check in one of several processes for ``Recorder``."""
+    package, folder = json.loads(os.environ["RECORD_RANKS"])
+    began = time.process_time()
+    with executed(package) as lines:
+        yield
+    record = time.process_time() - began, {file: sorted(lines[file]) for file in lines}
+    Path(folder, f"{name}-{os.getpid()}").write_text(json.dumps(record))
 
 
 class Recorder:
-    """A plugin of pytest that writes, for each test that passes, its seconds and the functions that it calls."""
+    """A plugin of pytest that writes, for each test that passes, its seconds and the lines that it executes."""
 
     def __init__(self, package: Path, out: Path):
         self.package, self.out, self.tests, self.failed = f"{package}/", out, dict[str, Any](), set[str]()
-        self.functions: dict[str, list[tuple[int, int, str]]] = {}
+        self.functions, self.names = dict[str, dict[int, tuple[str, int]]](), dict[str, int]()
+        self.ranks = tempfile.mkdtemp(dir=out.parent)
+        os.environ["RECORD_RANKS"] = json.dumps([self.package, self.ranks])  # read by ``record_rank``
 
-    def named(self, code: CodeType) -> str:
-        """Return ``file:function`` of the code."""
-        file = code.co_filename.removeprefix(self.package)
+    def numbers(self, file: str, lines: set[int]) -> Iterator[int]:
+        """Yield the numbers in ``names`` of each ``file:function:lines`` of a file."""
         if file not in self.functions:
-            self.functions[file] = functions_of(Path(code.co_filename).read_bytes())
-        return f"{file}:{function_at(self.functions[file], code.co_firstlineno)}"
+            self.functions[file] = functions_of(Path(file).read_bytes())
+        places = sorted(self.functions[file].get(line, ("", line)) for line in lines)
+        for function, group in itertools.groupby(places, lambda place: place[0]):
+            name = f"{file.removeprefix(self.package)}:{function}:{' '.join(str(line) for _, line in group)}"
+            yield self.names.setdefault(name, len(self.names))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Record one test. Traces of calls in compiled code and other processes are missing."""
-        codes, began = dict[int, CodeType](), time.process_time()
-
-        def trace(frame: FrameType, *_: Any) -> None:
-            codes[id(frame.f_code)] = frame.f_code
-
-        threading.settrace(trace)
-        sys.settrace(trace)
-        try:
-            return (yield)
-        finally:
-            sys.settrace(None)
-            own = {self.named(code) for code in codes.values() if code.co_filename.startswith(self.package)}
-            self.tests[item.nodeid] = (round(time.process_time() - began, 2), sorted(own))
+        """Record one test. Lines that run in other processes are missing, except those of ``record_rank``."""
+        began = time.process_time()
+        with executed(self.package) as lines:
+            result = yield
+        seconds = time.process_time() - began
+        for mark in item.iter_markers("ranks"):
+            for path in Path(self.ranks).glob(glob.escape("-".join(mark.args)) + "-*"):
+                of_rank, by_file = json.loads(path.read_text())
+                seconds += of_rank
+                for file in by_file:
+                    lines[file].update(by_file[file])
+        own = [k for file in lines for k in self.numbers(file, lines[file])]
+        self.tests[item.nodeid] = round(seconds, 2), own
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a failure."""
@@ -323,30 +367,42 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         """Write the record."""
-        self.out.write_text(json.dumps({name: self.tests[name] for name in self.tests if name not in self.failed}))
+        passed = {name: self.tests[name] for name in self.tests if name not in self.failed}
+        self.out.write_text(json.dumps({"names": [*self.names], "tests": passed}))
 
 
-def judges_of(file: str, function: str, calls: dict[str, tuple[float, list[str]]]) -> list[str]:
-    """Return the tests of a function: a case of each test, then a second one of each, up to ``BUDGET`` seconds.
+def judges_of(file: str, function: str, line: int, calls: Calls) -> tuple[list[str], list[str]]:
+    """Return the first tests of a line, and the tests that run if the mutant survives these; see ``BUDGETS``.
 
-    The first are the tests that call few functions of the package. Code outside of functions, and functions that no
-    recorded test calls, are judged by the tests of the whole file.
+    The first are the tests that execute the line, then those of its function: a case of each test, then a second one of
+    each. Tests that execute little of the package come before the others. Code outside of functions, and functions that
+    no recorded test calls, are judged by the tests of the whole file.
     """
-    of_function = [name for name, (_, called) in calls.items() if function and f"{file}:{function}" in called]
-    of_file = [name for name, (_, called) in calls.items() if any(c.startswith(f"{file}:") for c in called)]
-    cases: dict[str, list[str]] = {}
-    for name in of_function or of_file:
-        cases.setdefault(name.partition("[")[0], []).append(name)
-    for names in cases.values():
-        random.Random(0).shuffle(names)
-    ranked = [(rank, len(calls[name][1]), name) for names in cases.values() for rank, name in enumerate(names)]
-    chosen, seconds = list[str](), 0.0
-    for *_, name in sorted(ranked):
-        if not chosen or seconds + calls[name][0] <= BUDGET:
-            chosen.append(name)
-            seconds += calls[name][0]
-    in_processes = [name for name in calls if name.startswith("tests/distributed/") and file.startswith("distributed/")]
-    return list(dict.fromkeys([*chosen, *in_processes]))
+    far = dict[str, int]()  # of each function with lines
+    for name in {name for _, called in calls.values() for name in called if name.startswith(f"{file}:")}:
+        _, other, lines = name.split(":")
+        own = other == function
+        far[name] = 0 if own and str(line) in lines.split() else 1 if own and function else 2
+    of_test = {
+        test: min((far[name] for name in called if name in far), default=3) for test, (_, called) in calls.items()
+    }
+    nearest = min(of_test.values(), default=3)
+    cases = dict[tuple[int, str], list[str]]()
+    for test, distance in of_test.items():
+        if distance <= (1 if function and nearest < 2 else max(nearest, 2)):
+            cases.setdefault((distance, test.partition("[")[0]), []).append(test)
+    for tests in cases.values():
+        random.Random(0).shuffle(tests)
+    ranked = [(key[0], k, len(calls[t][1]), t) for key, tests in cases.items() for k, t in enumerate(tests)]
+    first, more = list[str](), list[str]()
+    for tests, budget in zip((first, more), BUDGETS, strict=True):
+        seconds = 0.0
+        for distance, *_, test in sorted(ranked):
+            fits = seconds + calls[test][0] <= budget or not first
+            if fits and test not in first and (tests is first or distance == nearest):
+                tests.append(test)
+                seconds += calls[test][0]
+    return first, more
 
 
 class Job(NamedTuple):
@@ -425,23 +481,25 @@ def done(jobs: list[Job], places: list[Workplace], label: str) -> Iterator[tuple
             time.sleep(0.02)
 
 
-def recorded(
-    root: Path, out: Path, patterns: Sequence[str], places: list[Workplace]
-) -> dict[str, tuple[float, list[str]]]:
-    """Return what each test calls. Files of tests that have changed since ``out`` was written are run again."""
+def recorded(root: Path, out: Path, patterns: Sequence[str], places: list[Workplace]) -> Calls:
+    """Return the lines that each test executes. Files of tests that have changed since ``out`` are run again."""
     paths = sorted({path for pattern in patterns for path in root.glob(pattern)})
     hashes = {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
     old = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    calls = {record["path"]: record["tests"] for record in old if hashes.get(record["path"]) == record["hash"]}
+    calls = {record["path"]: record for record in old if hashes.get(record["path"]) == record["hash"]}
     init = (root / PACKAGE / "__init__.py").read_bytes()
     with out.open("a") as file:
         jobs = [Job("__init__.py", init, (path,)) for path in hashes if path not in calls]
         for (_, _, (path,), *_), verdict, place in done(jobs, places, "recorded"):
             if verdict != "survived":
                 print(place.log.read_text()[-2000:], f"{path} has failed, and its failed tests are not used.", sep="\n")
-            calls[path] = json.loads(place.record.read_text())
-            print(json.dumps({"path": path, "hash": hashes[path], "tests": calls[path]}), file=file, flush=True)
-    return {name: call for tests in calls.values() for name, call in tests.items()}
+            calls[path] = {"path": path, "hash": hashes[path], **json.loads(place.record.read_text())}
+            print(json.dumps(calls[path]), file=file, flush=True)
+    return {
+        test: (seconds, [record["names"][k] for k in numbers])
+        for record in calls.values()
+        for test, (seconds, numbers) in record["tests"].items()
+    }
 
 
 def described(m: Mutant, source: bytes) -> dict[str, Any]:
@@ -474,7 +532,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--calls",
         type=Path,
         default=Path("mutants-calls.jsonl"),
-        help="the calls of each test; only changed files of tests are recorded again",
+        help="the lines that each test executes; only changed files of tests are recorded again",
     )
     add("--tests", nargs="+", default=JUDGES, help="patterns of files of tests (default: JUDGES)")
     add("--root", type=Path, default=ROOT, help="source tree to mutate")
@@ -501,20 +559,24 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         places = [Workplace(options.root, Path(folder, str(k))) for k in range(options.jobs if new else 0)]
         calls = recorded(options.root, options.calls, options.tests, places) if new else {}
-        jobs = []
+        jobs = dict[Mutant | None, list[Job]]()
         for m in new:
-            function = function_at(functions_of(sources[m.file]), m.line)
-            tests = judges_of(m.file, function, calls)
-            seconds = 60 + 5 * sum(calls[name][0] for name in tests)
-            jobs.append(Job(m.file, mutated(sources[m.file], m), tuple(tests), m, seconds))
+            content, function = mutated(sources[m.file], m), functions_of(sources[m.file]).get(m.line, ("", m.line))
+            judges = judges_of(m.file, *function, calls)
+            limits = [60 + 5 * sum(calls[name][0] for name in tests) for tests in judges]
+            jobs[m] = [Job(m.file, content, tuple(t), m, limit) for t, limit in zip(judges, limits, strict=True) if t]
         failed = set()
         with options.out.open("a") as out:
-            for job, verdict, place in done(jobs, places, "mutants"):
-                entries[job.mutant] |= {"verdict": verdict, "seconds": round(place.seconds, 1)}
-                print(json.dumps(entries[job.mutant]), file=out, flush=True)
-                log = place.log.read_text()
-                if verdict == "killed":  # without a name if the tests were not even collected
-                    failed |= {name for name in job.tests if f"\nFAILED {name}" in log} or set(job.tests)
+            while first := [waiting.pop(0) for waiting in jobs.values() if waiting]:
+                for job, verdict, place in done(first, places, "mutants"):
+                    if verdict == "survived" and jobs[job.mutant]:
+                        continue
+                    jobs[job.mutant].clear()
+                    entries[job.mutant] |= {"verdict": verdict, "seconds": round(place.seconds, 1)}
+                    print(json.dumps(entries[job.mutant]), file=out, flush=True)
+                    log = place.log.read_text()
+                    if verdict == "killed":  # without a name if the tests were not even collected
+                        failed |= {name for name in job.tests if f"\nFAILED {name}" in log} or set(job.tests)
         unbroken = [Job(new[0].file, sources[new[0].file], tuple(failed), new[0])] if failed else []
         for _, verdict, place in done(unbroken, places, "unbroken"):
             if verdict != "survived":

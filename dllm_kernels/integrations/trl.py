@@ -436,7 +436,7 @@ class DiffusionPolicyMixin:
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
         if self._shift:
-            targets, active = next_tokens(targets), shift_left(active, False)
+            targets, active = next_tokens(targets), shift_left(active)
         arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 

@@ -300,7 +300,7 @@ class DiffusionLoss(TransformedLoss):
             rows.check_targets(batch.target_ids, weights)
             return batch.target_ids, weights, divided
         rows.check_targets(batch.target_ids, weights[:, 1:], shift=1)
-        return next_tokens(batch.target_ids), shift_left(weights, 0), shift_left(divided, 0)
+        return next_tokens(batch.target_ids), shift_left(weights), shift_left(divided)
 
     def _single_part_output(
         self, rows: ModelOutput, targets: Tensor, weights: Tensor, divided: Tensor

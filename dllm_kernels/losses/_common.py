@@ -121,7 +121,7 @@ def as_batch(t: Any, dims: int = 1) -> Any:
     return t.unsqueeze(0) if isinstance(t, Tensor) and t.dim() == dims else t
 
 
-def shift_left(t: Tensor, fill: float, by: int = 1) -> Tensor:
+def shift_left(t: Tensor, fill: float = 0, by: int = 1) -> Tensor:
     """Return ``t[..., i + by]`` at position i of the last dimension, and ``fill`` at the last ``by`` positions.
 
     Next-token losses shift targets and masks, not logits: slicing ``[B, L, V]`` would copy it forward and pad it

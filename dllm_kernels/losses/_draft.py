@@ -69,7 +69,7 @@ class _WeightingSetting:
         return weighting
 
     def __set__(self, loss: Any, name: Any) -> None:
-        loss._weighting = str(name) if isinstance(name, str) else name
+        loss._weighting = name
 
 
 class DraftLoss(TransformedLoss):

@@ -215,4 +215,4 @@ class ModelOutput(NamedTuple):
 def _rounded(nll: Tensor, dtype: torch.dtype) -> Tensor:
     """Round the NLL to ``dtype`` without rounding its gradient, which a cast there and back would do."""
     change = (nll.to(dtype).to(nll.dtype) - nll).detach()
-    return nll + change.nan_to_num(0.0, math.inf)  # NaN if the NLL is infinite
+    return nll + change.nan_to_num(posinf=math.inf)  # NaN if the NLL is infinite

@@ -168,6 +168,6 @@ class _Pairs(NamedTuple):
             _checks.check_masks_like("input_ids", input_ids, valid_mask=valid_mask)
             valid = valid_mask.bool()
         if segment_ids is None:
-            return valid & shift_left(valid, False)
+            return valid & shift_left(valid)
         _checks.check_like("input_ids", input_ids, _checks.INT_DTYPES, segment_ids=segment_ids)
-        return valid & shift_left(valid & next_token_mask(segment_ids), False)
+        return valid & shift_left(valid & next_token_mask(segment_ids))

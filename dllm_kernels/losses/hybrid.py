@@ -197,5 +197,5 @@ def _per_row_output(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DL
 def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return next-token targets and the detached, possibly fractional AR weights, before and over the denominator."""
     assert batch.loss_mask_ar is not None
-    ar = shift_left(batch.loss_mask_ar.detach().to(dtype), 0)
+    ar = shift_left(batch.loss_mask_ar.detach().to(dtype))
     return next_tokens(batch.target_ids), ar, divide(ar, batch.num_ar_tokens)

@@ -102,7 +102,7 @@ class IDLMLoss(TransformedLoss):
         _checks.check_masks_like("target_ids", target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
         _common.check_counts(num_diffusion_tokens=num_diffusion_tokens)
         # A row is scored if its next token is a valid token of the answer.
-        scored = shift_left(answer_mask.bool() & valid_mask.bool(), False)
+        scored = shift_left(answer_mask.bool() & valid_mask.bool())
         rows.check_targets(target_ids, scored[:, :-1], shift=1)
         count = scored.sum()
         weights = divide(scored.to(rows.accum_dtype), count if num_diffusion_tokens is None else num_diffusion_tokens)

@@ -193,7 +193,7 @@ class SCDDLoss(DiffusionLoss):
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
         if batch.shift:
             x, z = next_tokens(x), shift_left(z, IGNORE)
-            supervised, active = shift_left(supervised, False), shift_left(active, False)
+            supervised, active = shift_left(supervised), shift_left(active)
         steps = self.num_timesteps * supervised.to(rows.accum_dtype)  # row weight for either noise
         if self.max_ratio == 0:  # weighted sum of NLLs: gamma is 1 - t, so T steps release T (t - s) / t
             masked = active & (z == self.mask_token_id)

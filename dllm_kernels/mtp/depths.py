@@ -67,7 +67,7 @@ def _labels_of_depth(labels: Tensor, depth: int, ignore_index: int, seq_idx: Ten
     shifted = shift_left(labels, ignore_index, depth + 1)
     if seq_idx is None:
         return shifted
-    return torch.where(shift_left(seq_idx, 0, depth + 1) == seq_idx, shifted, ignore_index)
+    return torch.where(shift_left(seq_idx, by=depth + 1) == seq_idx, shifted, ignore_index)
 
 
 def _sub_sequences(labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:

@@ -196,7 +196,7 @@ class PolicyLoss(nn.Module):
         if self.shift:  # everything per token moves to the row that predicts it
             ids, views = next_tokens(ids), next_token_views(views)
             constants = old, advantages, ref
-            old, advantages, ref = (shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in constants)
+            old, advantages, ref = (shift_left(t) if t is not None and t.dim() == 2 else t for t in constants)
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, (old, advantages, ref), num_tokens, rows.accum_dtype)
         if by_row:

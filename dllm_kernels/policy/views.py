@@ -137,7 +137,7 @@ def next_token_views(views: PolicyViews) -> PolicyViews:
     """Return views in which row i scores token i + 1. Token 0 is neither scored nor, if a view scores it, counted."""
     n = views.num_supervised
     n = None if n is None else n - views.scored[..., :1].any(0).sum(-1)
-    return PolicyViews(views.noisy, shift_left(views.scored, False), shift_left(views.weights, 0), n, views.scheme)
+    return PolicyViews(views.noisy, shift_left(views.scored), shift_left(views.weights), n, views.scheme)
 
 
 def _version(t: Tensor) -> int:

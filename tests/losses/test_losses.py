@@ -676,6 +676,7 @@ def test_position_weights_is_a_name_and_a_method():
         other.loss_gamma = None
         assert torch.equal(other.position_weights(mask), mask)
     assert pickle.loads(pickle.dumps(loss.position_weights)) == "decay"
+    loss.position_weights = DFlashDecayLoss(9.0).position_weights  # the name alone is set
     torch.testing.assert_close(loss.position_weights(mask), decay * mask)
     loss.position_weights = "dpace"
     assert loss.position_weights == loss.loss_type == "dpace"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools import mutants
 
@@ -30,16 +31,31 @@ def test_shape():
 """
 
 
-def test_a_mutant_is_judged_by_tests_that_call_its_function():
+def test_a_mutant_is_judged_by_tests_that_execute_its_line_then_by_those_of_its_function():
     functions = mutants.functions_of(CODE.encode())
-    names = [mutants.function_at(functions, line) for line in (1, 2, 3, 5, 7)]
-    assert names == ["area", "area", "", "", "Shape.unused"]
-    short, long = ["shapes.py:area"], ["shapes.py:area", "other.py:f"]
-    calls = {"a[1]": (1, long), "a[2]": (1, long), "b": (1, short), "c": (1, ["shapes.py:Shape.unused"]), "d": (1, [])}
-    assert mutants.judges_of("shapes.py", "area", calls) in (["b", "a[1]", "a[2]"], ["b", "a[2]", "a[1]"])
-    assert set(mutants.judges_of("shapes.py", "", calls)) == {"a[1]", "a[2]", "b", "c"}
-    calls["b"] = mutants.BUDGET, short
-    assert mutants.judges_of("shapes.py", "area", calls) == ["b"]
+    assert functions == {1: ("area", 0), 2: ("area", 1), 6: ("Shape.unused", 0), 7: ("Shape.unused", 1)}
+    short, long, other = ["shapes.py:area:1"], ["shapes.py:area:1", "other.py:f:1"], ["shapes.py:Shape.unused:1"]
+    calls = {"a[1]": (1, long), "a[2]": (1, long), "b": (1, short), "c": (1, other), "d": (1, ["shapes.py:area:12"])}
+    calls["e"] = 1, []
+    first, more = mutants.judges_of("shapes.py", "area", 1, calls)
+    assert (first, more) in ((["b", "a[1]", "a[2]", "d"], []), (["b", "a[2]", "a[1]", "d"], []))
+    assert set(mutants.judges_of("shapes.py", "", 4, calls)[0]) == {"a[1]", "a[2]", "b", "c", "d"}
+    assert set(mutants.judges_of("unknown.py", "", 4, calls)[0]) == calls.keys()
+    calls["b"] = mutants.BUDGETS[0], short
+    first, more = mutants.judges_of("shapes.py", "area", 1, calls)
+    assert (first, sorted(more)) == (["b"], ["a[1]", "a[2]"])
+
+
+def test_a_rank_records_the_lines_that_it_executes_and_that_dynamo_traces(tmp_path, monkeypatch):
+    monkeypatch.setenv("RECORD_RANKS", json.dumps([mutants.__file__, str(tmp_path)]))
+    traced = torch._guards.TracingContext(None)
+    with torch._guards.tracing(traced), mutants.record_rank("2-check"):
+        traced.set_current_loc(mutants.__file__, 10**6, "f")
+        traced.set_current_loc("other", 1, "f")
+        mutants.report([])
+    _, lines = json.loads((tmp_path / f"2-check-{os.getpid()}").read_text())
+    assert lines.keys() == {mutants.__file__}
+    assert {10**6, mutants.report.__code__.co_firstlineno + 2} <= {*lines[mutants.__file__]}
 
 
 @pytest.mark.exhaustive

@@ -44,6 +44,7 @@ from tests.support import (  # noqa: F401
     distributed_tensor,
 )
 from tests.support.distributed_checks import CHECKS
+from tools import mutants
 
 with contextlib.suppress(ImportError):
     import dllm_kernels.backends.triton.linear_nll
@@ -74,7 +75,8 @@ def run_checks(rank, world, folder, requested):
         start, cpu = time.perf_counter(), time.process_time()
         try:
             seed_by(name)
-            function()
+            with mutants.record_rank(f"{world}-{name}") if "RECORD_RANKS" in os.environ else contextlib.nullcontext():
+                function()
             results[name] = ""
         except (Exception, pytest.fail.Exception):
             results[name] = traceback.format_exc()
