@@ -189,7 +189,7 @@ def close(got, expected, label=""):
     double = got.dtype == expected.dtype == torch.float64
     torch.testing.assert_close(
         got, expected, equal_nan=True, check_dtype=got.dtype == expected.dtype, msg=lambda m: f"{label} {m}",
-        rtol=1e-11 if double else None, atol=1e-11 if double else None,
+        rtol=1e-9 if double else None, atol=1e-9 if double else None,
     )
 
 
