@@ -52,8 +52,9 @@ EVERY_DAY = {
         "linear_sample_that_cannot_be_served", "extra_that_cannot_be_served", "sums_of_bad_input", "counts_over_ranks",
         "gradient_divide_factor_of_a_parameter_without_a_module", "rollouts_of_trl_end_together",
         "metrics_of_a_smaller_vocabulary", "special_rows_of_a_divergence", "special_row_statistics[inf]",
-        "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]", "fsdp_soft_embedding",
-        "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts", "targets_and_masks_as_dtensors[distillation]",
+        "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]",
+        "fsdp_soft_embedding", "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts",
+        "targets_and_masks_as_dtensors[distillation]",
         "a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary",
     },
     4: {
@@ -190,7 +191,7 @@ def close(got, expected, label=""):
     torch.testing.assert_close(
         got, expected, equal_nan=True, check_dtype=got.dtype == expected.dtype, msg=lambda m: f"{label} {m}",
         rtol=1e-9 if double else None, atol=1e-9 if double else None,
-    )
+    )  # fmt: skip
 
 
 def all_close(got, expected, *, plain=False):
