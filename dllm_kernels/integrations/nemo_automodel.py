@@ -346,14 +346,14 @@ def _head_of_host(
     if lm_weight is None:
         utils = _host.module("components.loss.utils")
         lm_weight = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=grad_reduce_group)
-    first = hidden if isinstance(hidden, Tensor) else hidden[0]
-    if head is None or not adapted:
-        return {"lm_weight": in_dtype_of(first, lm_weight)}
-    parts = split(head)
-    taken = weights(parts, first, low_rank_rows(parts, hidden))
-    if token_layer(head) is not None:
-        lm_weight = taken.weight
-    return {"lm_weight": in_dtype_of(first, lm_weight), "lm_bias": taken.bias, "extra": taken.extra}
+    first, more = hidden if isinstance(hidden, Tensor) else hidden[0], dict[str, Any]()
+    if head is not None and adapted:
+        parts = split(head)
+        taken = weights(parts, first, low_rank_rows(parts, hidden))
+        more = {"lm_bias": taken.bias, "extra": taken.extra}
+        if token_layer(head) is not None:
+            lm_weight = taken.weight
+    return {"lm_weight": in_dtype_of(first, lm_weight), **more}
 
 
 class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
