@@ -2052,14 +2052,16 @@ def test_equal_rows_of_a_batch_have_different_noise_in_evaluation():
     trainer.data_collator = MaskedDiffusionCollator(99, eps=0.3)
     with trainer._noise_of_epoch_0():
         batches = [
-            trainer.data_collator(samples) for samples in ([sample(64)] * 3, [sample(64)], [sample(40), sample(64)])
+            trainer.data_collator(samples)
+            for samples in ([sample(64)] * 3, [sample(64)], [sample(40), sample(64)], [sample(40)])
         ]
         later = [sample(64) | {"loss_mask": [0] + [1] * 60 + [0] * 3} for _ in range(2)]
         later[0]["input_ids"] = [*later[0]["input_ids"][:-1], 7]  # behind the last supervised token
         unlike, same = ([rows([trainer.data_collator([s])])[0] for s in samples] for samples in (later, later[1:] * 2))
-    three, one, two = (rows([batch]) for batch in batches)
+    three, one, two, short = (rows([batch]) for batch in batches)
     assert all_differ(three)
     assert one[0] == three[0] == two[1]
+    assert two[0][:40] == short[0]
     assert unlike[0] != unlike[1] == same[0] == same[1]
 
 
