@@ -170,7 +170,7 @@ def select_on_host(log_w: Array, uniform: Array, k: Array, largest: float) -> Ar
     log-weights.
     """
     with np.errstate(invalid="ignore", over="ignore"):  # an overflow or a NaN makes the row unsure
-        score = log_w.astype(np.float32, copy=False) - _log_exponential(uniform)
+        score = np.asarray(log_w, np.float32) - _log_exponential(uniform)
         kth, below = _boundary(score, k)
         chosen = score >= np.maximum(kth, _LOWEST)[:, None]
         unsure = _unsure(kth, below, largest)

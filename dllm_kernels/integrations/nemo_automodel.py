@@ -298,7 +298,6 @@ def _calculate_mtp_loss(original: Any) -> Any:
         hidden = kwargs.get("mtp_per_depth_h")
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and hidden:
             kwargs |= _head_of_host(loss_fn, hidden, **_given_head(kwargs))
-            kwargs["lm_weight"] = in_dtype_of(hidden[0], kwargs["lm_weight"])
         return mtp.calculate_mtp_loss(loss_fn, **kwargs)
 
     return calculate_mtp_loss
@@ -326,7 +325,7 @@ def _given_head(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _head_of_host(
     loss_fn: Any, hidden: Tensor | list[Tensor], model: Any, grad_reduce_group: Any, lm_weight: Tensor | None = None
 ) -> dict[str, Any]:
-    """Return the head as arguments of the loss.
+    """Return the head as arguments of the loss, in the dtype of the hidden states.
 
     ``lm_weight`` is the weight if the recipe has gathered it. If None, it is gathered by the host's function, which
     subclasses may override. LoRA of the host or of PEFT is returned as bias and low-rank part; the host ignores it.
@@ -347,14 +346,14 @@ def _head_of_host(
     if lm_weight is None:
         utils = _host.module("components.loss.utils")
         lm_weight = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=grad_reduce_group)
-    if head is None or not adapted:
-        return {"lm_weight": lm_weight}
-    parts = split(head)
-    first = hidden if isinstance(hidden, Tensor) else hidden[0]
-    taken = weights(parts, first, low_rank_rows(parts, hidden))
-    if token_layer(head) is not None:
-        lm_weight = taken.weight
-    return {"lm_weight": lm_weight, "lm_bias": taken.bias, "extra": taken.extra}
+    first, more = hidden if isinstance(hidden, Tensor) else hidden[0], dict[str, Any]()
+    if head is not None and adapted:
+        parts = split(head)
+        taken = weights(parts, first, low_rank_rows(parts, hidden))
+        more = {"lm_bias": taken.bias, "extra": taken.extra}
+        if token_layer(head) is not None:
+            lm_weight = taken.weight
+    return {"lm_weight": in_dtype_of(first, lm_weight), **more}
 
 
 class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
@@ -372,9 +371,7 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
         return _capped_like(self.model, self.loss_fn)
 
     def _head(self, hidden: Tensor | list[Tensor], lm_weight: Tensor | None = None) -> dict[str, Any]:
-        head = _head_of_host(self.loss_fn, hidden, self.model, self.grad_reduce_group, lm_weight)
-        first = hidden if isinstance(hidden, Tensor) else hidden[0]
-        return head | {"lm_weight": in_dtype_of(first, head["lm_weight"])}
+        return _head_of_host(self.loss_fn, hidden, self.model, self.grad_reduce_group, lm_weight)
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {

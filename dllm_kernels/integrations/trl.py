@@ -183,7 +183,7 @@ class ChunkedLogProbs:
 def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
-        mean = torch.mv(hidden.to(dtype), weight.mean(0, dtype=dtype))
+        mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
     return (mean if bias is None else mean + bias.mean(dtype=dtype)) * scale
 
 

@@ -57,6 +57,13 @@ def test_sample_level_equals_the_oracle(source, method, B, low, high, backend, d
     assert bool(near.all()), f"level {values_at(got, expected, ~near)}"
 
 
+def test_the_seed_of_a_call_is_any_int64(device):
+    ours, plain = (torch.Generator().manual_seed(9) for _ in range(2))
+    levels = torch.cat([sample_level(1, generator=ours, device=device) for _ in range(20)]).cpu()
+    expected = torch.cat([draws(seed_of_a_call(plain), 1, 1, 0).levels[0] for _ in range(20)])
+    torch.testing.assert_close(levels, expected.float(), rtol=0, atol=1e-6)
+
+
 def test_no_stratified_level_is_rounded_to_1(backend, device):
     """The first level plus 308 / 1000 is 2.8e-8 below 1, nearer to 1 than to the next lower number in float32."""
     seeds = torch.full((1000,), 36815, device=device)

@@ -805,16 +805,17 @@ def test_the_group_reaches_the_function_that_gathers_the_head(name, patched, mon
     """If the recipe passes no head, the host gathers it, and reduces its gradient over the recipe's group."""
     hidden, depths, labels = batch()
     model, group, seen = Model(), object(), []
-    utils = module("components.loss.utils")
+    weight, utils = model.lm_head.weight.double(), module("components.loss.utils")  # in another dtype, to be cast
     monkeypatch.setattr(
-        utils, "prepare_lm_weight", lambda *_, grad_reduce_group: seen.append(grad_reduce_group) or model.lm_head.weight
+        utils, "prepare_lm_weight", lambda *_, grad_reduce_group: seen.append(grad_reduce_group) or weight
     )
     loss_fn = module("components.loss.linear_ce").FusedLinearCrossEntropy()
     common = {"labels": labels, "model": model, "grad_reduce_group": group}
     if name == "calculate_loss":
         utils.calculate_loss(loss_fn, hidden_states=hidden, **common)
     else:
-        module("components.loss.mtp").calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths, scaling_factor=0.1, **common)
+        host_mtp = module("components.loss.mtp")
+        host_mtp.calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths[:1], scaling_factor=0.1, **common)
     assert seen == [group]
 
 

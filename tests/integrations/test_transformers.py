@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+import multiprocessing.context
 import os
 import pickle
 import re
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import dllm_kernels
+from dllm_kernels.integrations import transformers as module
 from dllm_kernels.integrations.transformers import (
     MaskedDiffusionCollator,
     MaskedDiffusionTrainerMixin,
@@ -750,6 +752,27 @@ def test_workers_of_different_ranks_draw_differently(monkeypatch, rank_of_two, c
         runs.append(first_rows(context))
         assert first_rows(context and "fork") == runs[rank]
     assert all_differ(*runs)
+
+
+def test_a_worker_has_the_rank_of_the_process_that_spawned_it(monkeypatch):
+    """A collator knows the rank of the process that pickled it for another one, which may fork workers itself."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(multiprocessing.context, "get_spawning_popen", object)
+    sent = pickle.loads(pickle.dumps(DRAWING))
+    monkeypatch.setenv("RANK", "0")
+    for parent, worker, rank in ((0, 5, 1), (1, 5, 0), (0, None, 0), (0, 6, 1)):
+        pid = os.getpid() + parent
+        info = worker and SimpleNamespace(seed=worker)
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda pid=pid: SimpleNamespace(pid=pid))
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda info=info: info)
+        found = []
+        for collator in (sent, MaskedDiffusionCollator(99, eps=0.3, rank=rank)):
+            monkeypatch.setattr(module, "_of_worker", None)
+            found.append(two_equal_batches(collator))
+            drawn = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
+            assert drawn == (worker is None)
+        assert found[0] == found[1]
+        assert all_differ(found[0])
 
 
 def draws_in_a_rank(i, rank, collator, path):
@@ -2029,11 +2052,17 @@ def test_equal_rows_of_a_batch_have_different_noise_in_evaluation():
     trainer.data_collator = MaskedDiffusionCollator(99, eps=0.3)
     with trainer._noise_of_epoch_0():
         batches = [
-            trainer.data_collator(samples) for samples in ([sample(64)] * 3, [sample(64)], [sample(40), sample(64)])
+            trainer.data_collator(samples)
+            for samples in ([sample(64)] * 3, [sample(64)], [sample(40), sample(64)], [sample(40)])
         ]
-    three, one, two = (rows([batch]) for batch in batches)
+        later = [sample(64) | {"loss_mask": [0] + [1] * 60 + [0] * 3} for _ in range(2)]
+        later[0]["input_ids"] = [*later[0]["input_ids"][:-1], 7]  # behind the last supervised token
+        unlike, same = ([rows([trainer.data_collator([s])])[0] for s in samples] for samples in (later, later[1:] * 2))
+    three, one, two, short = (rows([batch]) for batch in batches)
     assert all_differ(three)
     assert one[0] == three[0] == two[1]
+    assert two[0][:40] == short[0]
+    assert unlike[0] != unlike[1] == same[0] == same[1]
 
 
 @needs_trainer

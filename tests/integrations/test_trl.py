@@ -229,14 +229,14 @@ def test_targets_outside_the_vocabulary_ties_and_no_rows(host, frozen):
     outputs = "entropy", "is_top1"
     for targets in (torch.tensor([-100, 3, V, -1]), torch.tensor([1, 2, 3, 4])):
         tensors, upstream = (hidden, weight, bias, targets), torch.randn(2, 4)
-        for one in ((1.0, 8, None, 1.0, outputs), (0.5, 8, 2.0, 3.0, outputs)):
+        for one in ((1.0, 8, None, 1.0, outputs), (0.5, 8, 2.0, 3.0, outputs), (0.5, 8, 2.0, 3.0, outputs[:1])):
             found, theirs = (
                 results(f.apply, tensors, frozen, upstream, *one)
                 for f in (host.utils._ChunkedLogProbFunction, host.original)
             )
             for ours, other in zip(found[0], theirs[0], strict=True):
                 torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
-            assert torch.equal(found[1], theirs[1])
+            assert torch.equal(found[1], theirs[1]) if "is_top1" in one[-1] else found[1] is None
     # A target outside is the most likely token if no logit exceeds 0.
     for most in (-1.0, 0.0, 1.0):
         largest = torch.zeros(V, H), most - torch.rand(V).index_fill(0, torch.tensor([2]), 0.0)
@@ -324,7 +324,7 @@ def test_unsupported_calls_are_passed_to_trl(host, monkeypatch, temperature, cap
 def test_autocast_and_a_head_of_another_dtype(host, entropy):
     """Products have the dtype of autocast, otherwise that of the hidden states.
 
-    Each gradient has the dtype of its tensor.
+    Each gradient has the dtype of its tensor. The mean of the logits, which TRL only logs, stays in float32.
     """
     integration.patch()
     hidden, weight, targets = torch.randn(N, H), torch.randn(V, H), torch.arange(N)
@@ -333,7 +333,11 @@ def test_autocast_and_a_head_of_another_dtype(host, entropy):
         for f in (host.utils._ChunkedLogProbFunction, host.original):
             h, w = hidden.clone().requires_grad_(), weight.to(dtype, copy=True).requires_grad_(not frozen)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                log_probs, entropy_values, *_ = f.apply(h, w, None, targets, 1.0, 8, None, 1.0, ("entropy",))
+                log_probs, entropy_values, _, mean, _ = f.apply(
+                    h, w, None, targets, 0.5, 8, None, 1.0, ("entropy", "mean_logits")
+                )
+            if f is not host.original:
+                torch.testing.assert_close(mean, 2 * (hidden @ w.detach().float().T).mean(1))
             (log_probs + entropy_values if entropy else log_probs).sum().backward()
             found.append([log_probs.detach(), h.grad, *([] if frozen else [w.grad])])
         for ours, theirs in zip(*found, strict=True):
@@ -768,6 +772,7 @@ def test_bad_arguments_of_rollouts():
         ({"steps": 0}, "steps must be"),
         ({"steps": 5, "length": 4}, "steps must lie between the number of blocks and that of tokens, 1 and 4, got 5"),
         ({"steps": 1, "length": 4, "block_size": 2}, "2 and 4, got 1"),
+        ({"steps": 1, "length": 4, "block_size": 2, "infill": True}, "steps must be at least 2, the number of blocks"),
         ({"steps": 1, "length": -1}, "length must be"),
         ({"steps": 1, "block_size": 0}, "block_size must be"),
         ({"steps": 1, "temperature": -1.0}, "temperature must be 0, or positive, .*, got -1.0"),

@@ -116,16 +116,20 @@ def generation_with_every_option(wrapped):
 
 @check(2)
 def rollouts_of_trl_end_together():
-    """The completions of one rank end in their first block, those of the other never."""
-    model = Denoiser()
-    whole = diffusion_generate(copy.deepcopy(model), PROMPTS, **{**OPTIONS, "temperature": 0})
-    eos = int(whole.ids[0, 3])
-    trainer = SimpleNamespace(
-        model=sharded(model), temperature=0.0, args=SimpleNamespace(max_completion_length=N),
-        accelerator=SimpleNamespace(autocast=contextlib.nullcontext, device=torch.device("cpu")),
-        processing_class=SimpleNamespace(pad_token_id=0, eos_token_id=eos),
-    )  # fmt: skip
-    prompts = [PROMPTS[0].tolist()] if dist.get_rank() == 0 else PROMPTS.tolist()
-    found = diffusion_rollout(MASK, steps=N, block_size=2)(prompts, trainer)
-    assert len(found["completion_ids"][0]) <= 2
+    """The completion of one rank ends in its first block, those of the other never."""
+    model, prompts, rank = Denoiser(), (PROMPTS[:1].tolist(), PROMPTS[1:].tolist()), dist.get_rank()
+
+    def completions(model, rank, eos):
+        trainer = SimpleNamespace(
+            model=model, temperature=1.0, args=SimpleNamespace(max_completion_length=N),
+            accelerator=SimpleNamespace(autocast=contextlib.nullcontext, device=torch.device("cpu")),
+            processing_class=SimpleNamespace(pad_token_id=0, eos_token_id=eos),
+        )  # fmt: skip
+        torch.manual_seed(rank)
+        return diffusion_rollout(MASK, steps=N, block_size=2)(prompts[rank], trainer)["completion_ids"]
+
+    short, long = (completions(copy.deepcopy(model), r, None) for r in range(2))
+    eos = short[0][0]
+    assert not any(eos in row for row in long)
+    assert completions(sharded(model), rank, eos) == ([[eos]] if rank == 0 else long)
     assert len(set(every_call(model))) == 1

@@ -563,18 +563,21 @@ def a_short_bound_with_a_split_head():
 
 @check(2)
 def autocast_with_a_split_head():
+    """Products have the dtype of autocast, or that of the record of the logits."""
     mesh = mesh_of("tp")
     hidden, y, w = torch.randn(B, L, D), torch.randint(0, V, (B, L)), torch.randn(V, D)
-    grads = []
-    for head in (w, distribute_tensor(w, mesh, [Shard(0)])):
-        h, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = ops.weighted_linear_nll(h, head, y, torch.ones(B, L)).loss
-        loss.backward()
-        assert h.grad.dtype == head.grad.dtype == torch.float32
-        grads.append((loss.detach(), head.grad))
-    close(grads[1][0], grads[0][0])
-    close(grads[1][1].full_tensor().bfloat16(), grads[0][1].bfloat16())
+    for outside, dtype in ((True, None), (False, torch.bfloat16), (False, torch.float32)):
+        grads = []
+        for head in (w, distribute_tensor(w, mesh, [Shard(0)])):
+            h, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+                loss = ops.weighted_nll(ops.LinearLogits(h, head, compute_dtype=dtype), y, torch.ones(B, L)).loss
+            loss.backward()
+            assert h.grad.dtype == head.grad.dtype == torch.float32
+            grads.append((loss.detach(), head.grad))
+        rounded = dtype or torch.bfloat16
+        close(grads[1][0], grads[0][0])
+        close(grads[1][1].full_tensor().to(rounded), grads[0][1].to(rounded))
     narrow, head = hidden.bfloat16(), distribute_tensor(w, mesh, [Shard(0)])
     raises(ValueError, "dtype of hidden", ops.weighted_linear_nll, narrow, head, y, torch.ones(B, L))
 
