@@ -107,7 +107,7 @@ def _row_stats_merge(
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
         ids = tl.load(ids_ptr + ids_at, mask=id_mask, other=IGNORE)
         inside = (ids >= 0) & (ids < V)
-        z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
+        z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside)
         x = tl.where(inside, transformed(z, ids, (logit_scale, inv_softcap, skip_id), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
         tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=id_mask)
