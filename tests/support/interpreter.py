@@ -258,7 +258,7 @@ def install():
 def check_accesses(builder):
     """Let an access outside of the tensors of a launch raise, and masked lanes without ``other`` hold no zeros.
 
-    They hold NaN or the largest integer. A GPU leaves any value there, and Triton's interpreter 0.
+    They hold small and the largest integers, or numbers and NaN. A GPU leaves any value there, Triton's interpreter 0.
     """
     if "create_masked_load" in vars(builder):
         return  # installed already
@@ -286,8 +286,8 @@ def check_accesses(builder):
     def checked_load(ptrs, mask, other, *options, **keywords):
         dtype = check(ptrs, mask)
         if other is None:
-            value = np.nan if dtype.kind == "f" else True if dtype.kind == "b" else np.iinfo(dtype).max
-            lanes = np.full_like(ptrs.data, value, dtype=dtype)
+            values = [7, np.nan] if dtype.kind == "f" else [1, True if dtype.kind == "b" else np.iinfo(dtype).max, 1]
+            lanes = np.resize(np.array(values, dtype), ptrs.data.shape)
             other = triton_interpreter.TensorHandle(lanes, ptrs.get_element_ty())
         return load(ptrs, mask, other, *options, **keywords)
 
