@@ -18,7 +18,15 @@ from dllm_kernels.backends.torch._workers import run_jobs
 from dllm_kernels.corruption import _noise
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.losses import MDLMCrossEntropyLoss
-from dllm_kernels.ops import linear_token_nll, row_stats, token_log_probs, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import (
+    divergence,
+    linear_token_nll,
+    row_stats,
+    token_log_probs,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 from dllm_kernels.rows import _chunks, _primitives
 from dllm_kernels.rows._transform import NO_TRANSFORM
 from tests.conftest import DEVICE
@@ -553,6 +561,8 @@ def test_operations_of_small_calls():
     """Limits are slightly above the current numbers. Plain PyTorch needs 2, some 20, and some 40 for a masked loss."""
     logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 20
+    teacher = torch.randn(1, 1, 100, device="cpu")
+    assert operations(lambda: divergence(logits, teacher, kind="jsd", backend="torch")) <= 89  # finite at once
 
     def both():
         out = token_log_probs(x, ids, with_entropy=True, backend="torch")
