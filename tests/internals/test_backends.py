@@ -561,6 +561,12 @@ def test_operations_of_small_calls():
     """Limits are slightly above the current numbers. Plain PyTorch needs 2, some 20, and some 40 for a masked loss."""
     logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 20
+    leaves = [torch.randn(s, device="cpu", requires_grad=True) for s in ((3, 4), (100, 4), (100,))]
+    targets, weights = torch.zeros(3, dtype=torch.int64, device="cpu"), torch.ones(3, device="cpu")
+    with torch.no_grad():  # as without requires_grad
+        hidden, weight, bias = leaves
+        count = operations(lambda: weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="torch"))
+    assert count <= 51
     teacher = torch.randn(1, 1, 100, device="cpu")
     assert operations(lambda: divergence(logits, teacher, kind="jsd", backend="torch")) <= 89  # finite at once
 
