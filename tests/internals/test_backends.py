@@ -212,6 +212,7 @@ def test_blocks(V, threads, monkeypatch):
     for rows in (1, 100, 10_000, 1_000_000):
         team, size = _blocks.partition(rows, V, torch.float32, on_cpu=True)
         assert team in (1, threads)
+        assert _blocks.partition(rows, V, torch.float32, True, 3) == _blocks.partition(rows, 3 * V, torch.float32, True)
         assert size >= 1
         at_work, whole = team * size * V * 4, rows * V * 4
         smallest = max(_blocks.BLOCK_BYTES // 4, V * 4)
