@@ -138,6 +138,12 @@ def covering(items, strength, chosen=(), *, balanced=False):
     return more
 
 
+def pytest_sessionstart():
+    from tests.support import opcheck
+
+    opcheck.check_specs()
+
+
 def pytest_addoption(parser):
     parser.addoption("--every-case", action="store_true", help="omit no case of any test: run whole products")
 

@@ -39,7 +39,7 @@ def _in_range(targets: Tensor, V: int, ignore_index: int | None) -> bool:
     """Return True if all targets lie in [0, V) or are ``ignore_index``; with NumPy, a quarter of the time of torch."""
     ids = targets.numpy()
     outside = (ids < 0) | (ids >= V)
-    if ignore_index is not None and outside.any():
+    if ignore_index is not None:
         outside &= ids != ignore_index
     return not outside.any()
 

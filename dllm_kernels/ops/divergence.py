@@ -730,7 +730,7 @@ def _compare_hidden(
         row_size = scale if computes and (comparison.per_row or setup.needs_loss_scaling) else None
         factors, loss_scale, needs = NO_FACTORS, None, setup.needs if computes else NO_GRADIENTS
         if comparison.per_row:
-            scale = (weights != 0).to(weights.dtype)
+            scale = torch.ones_like(weights)
         elif computes:
             scale, factors, loss_scale = float16_scaling(scale, setup)
             factors = factors._replace(hidden=None)  # applied in backward

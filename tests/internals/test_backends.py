@@ -18,7 +18,15 @@ from dllm_kernels.backends.torch._workers import run_jobs
 from dllm_kernels.corruption import _noise
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.losses import MDLMCrossEntropyLoss
-from dllm_kernels.ops import linear_token_nll, row_stats, token_log_probs, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import (
+    divergence,
+    linear_token_nll,
+    row_stats,
+    token_log_probs,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 from dllm_kernels.rows import _chunks, _primitives
 from dllm_kernels.rows._transform import NO_TRANSFORM
 from tests.conftest import DEVICE
@@ -204,6 +212,7 @@ def test_blocks(V, threads, monkeypatch):
     for rows in (1, 100, 10_000, 1_000_000):
         team, size = _blocks.partition(rows, V, torch.float32, on_cpu=True)
         assert team in (1, threads)
+        assert _blocks.partition(rows, V, torch.float32, True, 3) == _blocks.partition(rows, 3 * V, torch.float32, True)
         assert size >= 1
         at_work, whole = team * size * V * 4, rows * V * 4
         smallest = max(_blocks.BLOCK_BYTES // 4, V * 4)
@@ -553,6 +562,14 @@ def test_operations_of_small_calls():
     """Limits are slightly above the current numbers. Plain PyTorch needs 2, some 20, and some 40 for a masked loss."""
     logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 20
+    leaves = [torch.randn(s, device="cpu", requires_grad=True) for s in ((3, 4), (100, 4), (100,))]
+    targets, weights = torch.zeros(3, dtype=torch.int64, device="cpu"), torch.ones(3, device="cpu")
+    with torch.no_grad():  # as without requires_grad
+        hidden, weight, bias = leaves
+        count = operations(lambda: weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="torch"))
+    assert count <= 51
+    teacher = torch.randn(1, 1, 100, device="cpu")
+    assert operations(lambda: divergence(logits, teacher, kind="jsd", backend="torch")) <= 89  # finite at once
 
     def both():
         out = token_log_probs(x, ids, with_entropy=True, backend="torch")
@@ -561,6 +578,7 @@ def test_operations_of_small_calls():
     x = logits.clone().requires_grad_()
     assert operations(both) <= 97
     logits, ids = torch.randn(2, 64, 1000, device="cpu", requires_grad=True), torch.zeros(2, 64, dtype=torch.int64)
+    ids[0, 0] = -100  # found to be valid without an operation
     noise, p_mask = torch.arange(128).view(2, 64) % 2 == 0, torch.full((2, 64), 0.5)
     loss = MDLMCrossEntropyLoss(backend="torch")
     before = torch.get_num_threads()

@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dllm_kernels import corruption
 from dllm_kernels._checks import _compiled
-from dllm_kernels._graph import _call_state, _custom_ops, _plain, _private
+from dllm_kernels._graph import _call_state, _changing, _custom_ops, _plain, _private
 from dllm_kernels.corruption import _philox
 from dllm_kernels.losses import sample_anchors, sample_prefix
 from dllm_kernels.ops import LinearLogits, gumbel_topk_mask, weighted_linear_nll
@@ -121,6 +122,24 @@ def test_only_the_split_of_a_call_on_dtensors_is_no_argument():
             held = _custom_ops._fields(kind)
             assert {*kind._fields} - held.keys() == ({"split"} if kind is Setup else set()), (name, kind)
             records += [of_field for of_field in held.values() if of_field not in _custom_ops.TYPES]
+
+
+def test_floats_that_change_are_one_tensor_of_a_graph():
+    def step(x, a):
+        return x.neg(), _changing.packed([a, (0.5, a), None]), _changing.equals(a, 1.5), _changing.printable(a)
+
+    torch.compiler.reset()
+    compiled, x = torch.compile(step, backend="eager", fullgraph=True), torch.zeros(1, device=DEVICE)
+    for function in (step, compiled):
+        assert function(x, 1.5)[1:] == (([1.5, (0.5, 1.5), 0.0], None), True, 1.5)
+    counters.clear()
+    for a in (2.5, 1.5, 3.5):
+        _, (values, changing), equal, printed = compiled(x, a)
+        assert (values, equal, printed) == ([0.0, [0.0, 0.0], 0.0], False, "another")
+        assert changing.dtype == torch.float64
+        assert _changing.unpacked(values, changing) == [a, [0.5, a], 0.0]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert _changing.unpacked([1.5, [0.5]], None) == [1.5, [0.5]]
 
 
 def test_opcheck_of_the_check_of_targets():

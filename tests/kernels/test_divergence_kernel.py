@@ -258,17 +258,20 @@ def test_nla_is_constant_below_its_floor():
     assert grad[0].bool().any(1).tolist() == [False, True]
 
 
+@pytest.mark.parametrize("skipped", [None, 3])
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_the_lowest_of_equal_columns_is_the_argmax(side):
+def test_the_lowest_of_equal_columns_is_the_argmax(side, skipped):
     """Equal columns in one tile, in two tiles, in a tile and the tail of the row, and both in the tail."""
-    V = 2 * TILE + 3
+    V, steps = 2 * TILE + 3, ({"skip_id": skipped}, {"skip_id": skipped})
     ties = torch.tensor([[1, 2], [5, TILE], [TILE - 1, V - 1], [V - 2, V - 1]], device=DEVICE)
     with_tie = torch.zeros(4, V, device=DEVICE).scatter_(1, ties, 4.0)
+    if skipped is not None:
+        with_tie[:, skipped] = 4.0
     rest = {"weights": torch.ones(4, device=DEVICE), "targets": None}
     for column, agree in zip(ties.t(), (True, False), strict=True):
         with_peak = torch.zeros(4, V, device=DEVICE).scatter_(1, column[:, None], 4.0)
         z, t = (with_tie, with_peak) if side == "student" else (with_peak, with_tie)
-        found = run_kernel(z[None], t[None], rest, {"kind": "kl"}, rows=False)[3]
+        found = run_kernel(z[None], t[None], rest, {"kind": "kl"}, steps, rows=False)[3]
         assert same(found, torch.full_like(found, agree), f"agree with columns {column.tolist()}")
 
 

@@ -1,6 +1,7 @@
 """The faster interpreter is bit-identical to Triton's, for every kernel."""
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -153,6 +154,27 @@ def launched(*, kind=0, V=16, skipped=16, x_at=0, out_at=0):
     x, out = torch.empty(20)[x_at : x_at + 16].copy_(torch.randn(16)), torch.zeros(20)[out_at : out_at + 16]
     _less_products[(1,)](x, out, V, skipped, KIND=kind)
     return out
+
+
+@pytest.mark.parametrize("sizes", [(15, 16), (16, 15)])
+def test_an_access_outside_of_the_tensors_is_an_error(sizes):
+    x, out = map(torch.ones, sizes)
+    _less_products[(1,)](x, out, min(sizes), 0, KIND=0)
+    with pytest.raises(InterpreterError, match="memory outside of its tensors"):
+        _less_products[(1,)](x, out, max(sizes), 0, KIND=0)
+
+
+@triton.jit
+def _kept(x_ptr, out_ptr, n):
+    i = tl.arange(0, 8)
+    tl.store(out_ptr + i, tl.load(x_ptr + i, mask=i < n))
+
+
+def test_masked_lanes_without_a_value_hold_any():
+    for dtype, masked in ((torch.float32, [7.0, math.nan]), (torch.int64, [1, 2**63 - 1, 1])):
+        out = torch.zeros(8, dtype=dtype)
+        _kept[(1,)](torch.zeros(2, dtype=dtype), out, 2)
+        torch.testing.assert_close(out[2:], torch.tensor((masked * 4)[2:8], dtype=dtype), equal_nan=True)
 
 
 ROOT = Path(__file__).parents[2]

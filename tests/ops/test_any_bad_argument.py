@@ -196,6 +196,37 @@ def test_a_bad_argument(name, count):
     assert not found
 
 
+# Values of optional arguments, where they are valid without others
+OPTIONAL = {
+    "active": BOOL, "bias": torch.zeros(V), "lm_bias": torch.zeros(V), "start": torch.zeros(B, dtype=torch.long),
+    "seeds": SEEDS, "draft_to_target": torch.arange(V), "teacher_weight": W, "weights": P, "segment_ids": Y,
+    "seq_idx": torch.zeros(B, L, dtype=torch.int32), "p_mask": P, "loss_mask": BOOL, "mask": ON,
+}  # fmt: skip
+# Not read, or not by the loss of a class.
+UNREAD = {
+    "noisy_input_ids", "BlockDiffusion noise_mask", "BlockDiffusion p_mask", "SCDD noise_mask",
+    "calculate_mtp_loss lm_weight", "calculate_mtp_loss lm_bias",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_tensor_on_another_device_is_named(name):
+    function, given = FUNCTIONS[name], required(name, FUNCTIONS[name])
+    loss = re.sub(r"(CrossEntropy)?Loss\.forward.*", "", name)
+    for argument in parameters_of(function):
+        value = given.get(argument, OPTIONAL.get(argument))
+        others = [name for name, t in given.items() if isinstance(t, torch.Tensor) and name != argument]
+        if not isinstance(value, torch.Tensor) or not others:
+            continue
+        if (loss != "SCDD" and argument in UNREAD) or f"{loss} {argument}" in UNREAD:
+            function(**given | {argument: value.to("meta")})
+            continue
+        with pytest.raises(ValueError, match=r"must be on (cpu|meta) like .*, got (meta|cpu)$") as error:
+            function(**given | {argument: value.to("meta")})
+        found = "weights" if (name, argument) == ("speculators_metrics", "loss_mask") else argument
+        assert re.search(rf"\b{found}\b", str(error.value)), argument
+
+
 # Arguments without a gradient, which do not say so: scores, masks that are compared, teachers, and inputs of draws.
 DETACHED = {
     "teacher_logits", "teacher_hidden", "log_w", "confidence", "lm_weight", "position_mask", "attention_mask",

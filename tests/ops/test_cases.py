@@ -63,6 +63,20 @@ def test_the_results_that_a_case_names_are_differentiable(kind, case):
     assert {name for name, t in out.items() if t.requires_grad} == set(case.differentiable)
 
 
+@pytest.mark.covering(3, most=2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["stored", "frozen", "low rank"])
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=name_of)
+def test_gradients_of_every_dtype(case, kind, dtype, backend):
+    """Shapes and dtypes of all that the custom ops return are compared with their specs, see ``check_specs``."""
+    source, r = Source(kind, backend, chunk_size=4), Rows.drawn(2, 3, V=11, device=DEVICE)
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((2, 3), 11, dtype, size=1.0)]
+    case.total(source.argument(*leaves), r, **case.accepted(backend=backend)).backward()
+    for leaf in leaves:
+        assert leaf.grad.isfinite().all()
+        assert leaf.grad.any()
+
+
 @pytest.mark.parametrize("case", [case for case in OP_CASES if case.oracle], ids=name_of)
 def test_the_oracle_of_a_case_has_its_results(case):
     logits, r = torch.randn(2, 3, 11, dtype=torch.float64, device=DEVICE), Rows.drawn(2, 3, V=11, device=DEVICE)
@@ -137,3 +151,15 @@ def test_backward_twice(kind, case, backend):
             torch.autograd.grad(values, leaves, upstream)
         return
     assert all(map(torch.equal, first, torch.autograd.grad(values, leaves, upstream)))
+
+
+@pytest.mark.parametrize("freed", ["weight", "bias", "U"])
+@pytest.mark.parametrize("case", [c for c in FIRST_OPS if c.differentiable == ("loss",)], ids=name_of)
+def test_a_parameter_that_was_freed_before_backward(case, freed):
+    """FSDP2 may free the gathered head. Its gradient, computed in the forward pass, would be lost."""
+    source, r = Source("low rank"), Rows.drawn(2, 3, V=11, device=DEVICE)
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((2, 3), 11)]
+    loss = case.total(source.argument(*leaves), r)
+    leaves[("hidden", "weight", "bias", "u", "U").index(freed)].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was freed before its gradient arrived"):
+        loss.backward()

@@ -560,6 +560,7 @@ def test_inplace_backward_finds_every_overlap_of_rows(B, L):
             token_nll(x, targets, inplace_backward=True)
         except ValueError as error:
             assert "rows can be written in place" in str(error)  # noqa: PT017
+            assert shares_memory(x) or min(B, L) > 1  # rows of two strides may interleave
         else:
             assert not shares_memory(x)
 

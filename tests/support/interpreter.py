@@ -9,6 +9,8 @@ two shapes. During a launch, each type is therefore created only once per shape 
 
 The results are bit-identical (``test_interpreter.py``). The supported sources of Triton are identified by their hash.
 With other sources, the original interpreter is used.
+
+Accesses are checked (``check_accesses``).
 """
 
 import builtins
@@ -24,8 +26,11 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import torch
 import triton.runtime.interpreter as triton_interpreter
+from torch.utils._pytree import tree_leaves
 from triton.language.semantic import TritonSemantic
+from triton.runtime.interpreter import GridExecutor
 
 KNOWN = {
     "7efb4434d2b90fa7",  # Triton 3.6
@@ -247,6 +252,51 @@ def install():
     if hashed(internals) in KNOWN:
         triton_interpreter._patch_lang = patched_once()
     _check_overflow(False)
+    check_accesses(triton_interpreter.interpreter_builder)
+
+
+def check_accesses(builder):
+    """Let an access outside of the tensors of a launch raise, and masked lanes without ``other`` hold no zeros.
+
+    They hold small and the largest integers, or numbers and NaN. A GPU leaves any value there, Triton's interpreter 0.
+    """
+    if "create_masked_load" in vars(builder):
+        return  # installed already
+    load, store, execute = builder.create_masked_load, builder.create_masked_store, GridExecutor.__call__
+    starts = ends = np.zeros(1, np.uint64)  # addresses of the tensors, in order, and behind them
+
+    def launch(self, *args, **options):
+        nonlocal starts, ends
+        spans = [(0, 0)]
+        for t in tree_leaves((args, options)):
+            if isinstance(t, torch.Tensor) and t.numel():
+                last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+                spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
+        starts, ends = np.array(sorted(spans), np.uint64).T
+        ends = np.maximum.accumulate(ends)  # a tensor may be a part of another one
+        execute(self, *args, **options)
+
+    def check(ptrs, mask):
+        dtype = triton_interpreter._get_np_dtype(ptrs.get_element_ty())
+        at = ptrs.data[mask.data]
+        if (at + np.uint64(dtype.itemsize) > ends[np.searchsorted(starts, at, "right") - 1]).any():
+            raise IndexError("a kernel accesses memory outside of its tensors")
+        return dtype
+
+    def checked_load(ptrs, mask, other, *options, **keywords):
+        dtype = check(ptrs, mask)
+        if other is None:
+            values = [7, np.nan] if dtype.kind == "f" else [1, True if dtype.kind == "b" else np.iinfo(dtype).max, 1]
+            lanes = np.resize(np.array(values, dtype), ptrs.data.shape)
+            other = triton_interpreter.TensorHandle(lanes, ptrs.get_element_ty())
+        return load(ptrs, mask, other, *options, **keywords)
+
+    def checked_store(ptrs, value, mask, *options, **keywords):
+        check(ptrs, mask)
+        return store(ptrs, value, mask, *options, **keywords)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    GridExecutor.__call__ = launch
 
 
 def _check_overflow(checked):

@@ -1,10 +1,13 @@
 """torch's checks of the custom ops that a call runs: schema, fake tensors, autograd registration, tracing."""
 
+import sys
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dllm_kernels._graph import _opaque
+from dllm_kernels._graph._defined import DEFINED
 
 
 class Recorder(TorchDispatchMode):
@@ -38,3 +41,21 @@ def opcheck_calls(run, monkeypatch):
         args = tuple(t.detach().clone() if isinstance(t, torch.Tensor) else t for t in args)
         torch.library.opcheck(func, args, kwargs)
     return {func._opname for func, _, _ in recorder.calls}
+
+
+def check_specs():
+    """Let each direct call of an opaque function compare its results with the specs of its custom op."""
+    for defined in DEFINED:
+        called = vars(sys.modules[defined.function.__module__])[defined.function.__name__]
+        cells = dict(zip(called.__code__.co_freevars, called.__closure__, strict=True))
+        cells["function"].cell_contents = _checked(defined)
+
+
+def _checked(defined):
+    def function(*args):
+        results = defined.function(*args)
+        expected = [spec and (torch.Size(spec[0]), spec[1]) for spec in defined.specs(*args)]
+        assert [None if t is None else (t.shape, t.dtype) for t in results] == expected, defined.name
+        return results
+
+    return function

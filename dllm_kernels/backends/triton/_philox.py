@@ -16,7 +16,7 @@ def seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
     if SHARED_SEED:
         return tl.load(seed_ptr), b
     else:
-        return tl.load(seed_ptr + b, mask=b < B, other=0), b * 0
+        return tl.load(seed_ptr + b, mask=b < B), b * 0
 
 
 @triton.jit

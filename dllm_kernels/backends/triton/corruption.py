@@ -40,7 +40,7 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
     level_ptr, stride_b, stride_n, eps, one_minus_eps = levels
     if HAS_LEVEL:
         at = b.to(tl.int64) * stride_b + block.to(tl.int64) * stride_n  # of a column of a wide tensor, say
-        return tl.load(level_ptr + at, mask=b < B, other=0.0)
+        return tl.load(level_ptr + at, mask=b < B)
     else:
         return _philox.uniform(_philox.level_draws(seed, row, stride, block) >> 9) * one_minus_eps + eps
 
@@ -48,7 +48,7 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
 @triton.jit
 def _first_column(start_ptr, b, B, L):
     """Load the first column of the rows b that is not padding, clamped to [0, L]."""
-    return tl.minimum(tl.maximum(tl.load(start_ptr + b, mask=b < B, other=0), 0), L).to(tl.int32)
+    return tl.minimum(tl.maximum(tl.load(start_ptr + b, mask=b < B), 0), L).to(tl.int32)
 
 
 @triton.jit
@@ -81,12 +81,12 @@ def _read_as(batch, b, block, i, sizes, HAS_MASK: tl.constexpr, ALIGNED: tl.cons
     at, inside = _places(b, block, i, sizes, ALIGNED)
     b = b.to(tl.int64)  # b * L exceeds int32 if the batch has 2**31 positions
     at = at.to(tl.int64)
-    ids = tl.load(ids_ptr + b * multiple(stride_b, ALIGNED) + at * stride_l, mask=inside, other=0)
+    ids = tl.load(ids_ptr + b * multiple(stride_b, ALIGNED) + at * stride_l, mask=inside)
     if sizes[3] is not None:
         inside = inside & (at >= sizes[3])  # padding is not supervised
     if HAS_MASK:
         places = loss_mask_ptr + b * multiple(mask_stride_b, ALIGNED) + at * mask_stride_l
-        inside = inside & (tl.load(places, mask=inside, other=0) != 0)
+        inside = inside & (tl.load(places, mask=inside) != 0)
     return ids, inside
 
 
@@ -178,8 +178,8 @@ def _corrupt_mix(
     i = (first + tl.arange(0, BLOCK))[None, :]
     sizes = (B, L, L, None if start_ptr is None else _first_column(start_ptr, b, B, L))
     ids, supervised = _read(batch, b, b * 0, i, sizes, True)
-    mask_prob = tl.load(mask_prob_ptr + b.to(tl.int64) * p_stride, mask=b < B, other=0.0)
-    total = mask_prob + tl.load(uniform_prob_ptr + b.to(tl.int64) * q_stride, mask=b < B, other=0.0)
+    mask_prob = tl.load(mask_prob_ptr + b.to(tl.int64) * p_stride, mask=b < B)
+    total = mask_prob + tl.load(uniform_prob_ptr + b.to(tl.int64) * q_stride, mask=b < B)
     supervised = supervised & (total <= _MOST)
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     word = _philox.words(seed, row, stride, first + b * 0, SHARE, BLOCK)
@@ -243,7 +243,7 @@ def _corrupt_topk(
     else:
         length = tl.where(b < B, _length(block, sizes), 0)
         if rate_ptr is not None:
-            rate = tl.load(rate_ptr + b, mask=b < B, other=0.0)
+            rate = tl.load(rate_ptr + b, mask=b < B)
         key = _position_keys(draw, i < length, 0, level, rate, EXACT, BLOCK)
     chosen = topk(key, tl.reshape(number_to_mask(level, length, at_least), [R]))
     p = tl.broadcast_to(level, [R, BLOCK])
@@ -294,7 +294,7 @@ def _corrupt_topk_long(
     p = tl.broadcast_to(level, [1, BLOCK])
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = tl.load(key_ptr + i, mask=i < num_keys, other=NEVER)
+        key = tl.load(key_ptr + i, mask=i < num_keys)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         ids, supervised = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         noise = chosen[None, :] & supervised

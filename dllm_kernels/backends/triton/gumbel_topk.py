@@ -23,19 +23,19 @@ ONES = ["stride_d", "uniform_stride_d", "k_ptr", "seed_ptr", "start_ptr"]
 
 
 @triton.jit
-def _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr, ALIGNED: tl.constexpr):
+def _load_as(ptr, n, d, sizes, stride_n, stride_d, ALIGNED: tl.constexpr):
     N, D = sizes
     inside = (n < N) & (d < multiple(D, ALIGNED))
-    return tl.load(ptr + n * multiple(stride_n, ALIGNED) + d * stride_d, mask=inside, other=OTHER)
+    return tl.load(ptr + n * multiple(stride_n, ALIGNED) + d * stride_d, mask=inside)
 
 
 @triton.jit
-def _load(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr):
-    """Load the columns d of the rows n of a tensor with two strides; OTHER for masked entries."""
+def _load(ptr, n, d, sizes, stride_n, stride_d):
+    """Load the columns d of the rows n of a tensor with two strides."""
     if all_multiples(sizes[1], stride_n, 0, 0):
-        x = _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER, True)
+        x = _load_as(ptr, n, d, sizes, stride_n, stride_d, True)
     else:
-        x = _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER, False)
+        x = _load_as(ptr, n, d, sizes, stride_n, stride_d, False)
     return x
 
 
@@ -63,7 +63,7 @@ def _columns(start_ptr, n, d, N, D):
     if start_ptr is None:
         return d, d < D
     else:
-        start = tl.minimum(tl.maximum(tl.load(start_ptr + n, mask=n < N, other=0), 0), D)
+        start = tl.minimum(tl.maximum(tl.load(start_ptr + n, mask=n < N), 0), D)
         real = d < D - start
         return tl.where(real, d + start, tl.where(d < D, d - (D - start), d)), real
 
@@ -77,7 +77,7 @@ def _row_keys(
     d, real = _columns(start_ptr, n, (first + tl.arange(0, BLOCK))[None, :].to(tl.int64), N, D)
     inside = (n < N) & real
     if HAS_UNIFORM:
-        u = _load(uniform_ptr, n, d, (N, D), uniform_stride_n, uniform_stride_d, 0.5).to(tl.float64)
+        u = _load(uniform_ptr, n, d, (N, D), uniform_stride_n, uniform_stride_d).to(tl.float64)
         inside = inside & (u == u)
         low = tl.full(u.shape, _MIN_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
         high = tl.full(u.shape, _MAX_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
@@ -85,7 +85,7 @@ def _row_keys(
     else:
         seed, row = seed_and_row(seed_ptr, n, N, SHARED_SEED)
         u = fine_uniform(draws(seed, row, tl.cdiv(D, 8), first + n * 0, 8 if BLOCK >= 8 else BLOCK, BLOCK))
-    log_w = _load(log_w_ptr, n, d, (N, D), stride_n, stride_d, -float("inf"))
+    log_w = _load(log_w_ptr, n, d, (N, D), stride_n, stride_d)
     if log_w.dtype.primitive_bitwidth == 16:
         log_w = log_w.to(tl.float32)
     return keys(score(log_w, u), inside)
@@ -96,7 +96,7 @@ def _count(k_ptr, k_const, n, N, HAS_K: tl.constexpr):
     """Load k of the rows n, clamped to at least 0."""
     if HAS_K:
         # Clamp before the cast to int32, because a count beyond int32 means all positions.
-        k = tl.load(k_ptr + n, mask=n < N, other=0).to(tl.int64)
+        k = tl.load(k_ptr + n, mask=n < N).to(tl.int64)
         return tl.minimum(tl.maximum(k, 0), 0x7FFFFFFF).to(tl.int32)
     else:
         return (n * 0).to(tl.int32) + k_const
@@ -146,7 +146,7 @@ def _gumbel_topk_long(
     threshold, missing = threshold_in_memory(key_ptr, num_keys, k, lo, hi, choosable, BLOCK)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = tl.load(key_ptr + i, mask=i < num_keys, other=NEVER)
+        key = tl.load(key_ptr + i, mask=i < num_keys)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         row = n + tl.zeros([1, 1], tl.int64)
         d, _ = _columns(start_ptr, row, i[None, :], N, D)

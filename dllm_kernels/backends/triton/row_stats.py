@@ -105,9 +105,9 @@ def _row_stats_merge(
             moments = tl.load(part_moment_ptr + part, mask=part_mask, other=0.0)
             moment = _math.total(less * _math.rescale_moment(moments, sums, step))
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
-        ids = tl.load(ids_ptr + ids_at, mask=id_mask, other=IGNORE)
+        ids = tl.load(ids_ptr + ids_at, mask=id_mask)
         inside = (ids >= 0) & (ids < V)
-        z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
+        z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside)
         x = tl.where(inside, transformed(z, ids, (logit_scale, inv_softcap, skip_id), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
         tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=id_mask)
@@ -250,7 +250,7 @@ def _row_stats_mix(
         weight = _math.total(lane_weight)
         if start == 0:  # the first program of a row also processes the ragged columns
             v, ragged_mask = _math.ragged_columns(0, V, first, wide, WIDE)
-            z = tl.load(logits_ptr + row + v, mask=ragged_mask, other=0.0)
+            z = tl.load(logits_ptr + row + v, mask=ragged_mask)
             few_mix, few_weight = _with_mix(
                 z, v, ragged_mask, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, zero_a, a, ratio,
                 a_over_ratio, transform, WITH_WEIGHT, 2 * WIDE, ACC,
@@ -288,7 +288,7 @@ def _store_grad(
             for k in tl.static_range(ids.shape[0]):
                 id_mask = k < K
                 hot = tl.load(ids_ptr + k, mask=id_mask, other=-1).to(tl.int32)
-                grad = tl.where(i == hot - zero, grad + tl.load(grad_ids_ptr + k, mask=id_mask, other=0.0), grad)
+                grad = tl.where(i == hot - zero, grad + tl.load(grad_ids_ptr + k, mask=id_mask), grad)
         else:
             for k in range(K):
                 grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(grad_ids_ptr + k), grad)
@@ -378,27 +378,27 @@ def _row_stats_coefficients(
     grad_ids = tl.zeros([BLOCK_N, BLOCK_K], log_probs_ptr.dtype.element_ty)
     if upstream_log_probs_ptr is not None:
         upstream = tl.load(upstream_log_probs_ptr + at, mask=id_mask, other=0.0)
-        log_p = tl.load(log_probs_ptr + at, mask=id_mask, other=0.0)
-        grad_ids = tl.where(tl.load(ids_ptr + at, mask=id_mask, other=IGNORE) == IGNORE, 0.0, upstream)
+        log_p = tl.load(log_probs_ptr + at, mask=id_mask)
+        grad_ids = tl.where(tl.load(ids_ptr + at, mask=id_mask) == IGNORE, 0.0, upstream)
         grad_ids = tl.where((log_p != log_p) & (upstream != 0), float("nan"), grad_ids)
     tl.store(grad_ids_ptr + at, grad_ids, mask=id_mask)
     p_coef = -tl.sum(grad_ids, 1)
     size = tl.sum(tl.abs(grad_ids), 1)
     if upstream_lse_ptr is not None:
-        upstream = tl.load(upstream_lse_ptr + n, mask=row_mask, other=0.0)
+        upstream = tl.load(upstream_lse_ptr + n, mask=row_mask)
         p_coef += upstream
         size += tl.abs(upstream)
     if upstream_entropy_ptr is not None:
-        upstream = tl.load(upstream_entropy_ptr + n, mask=row_mask, other=0.0)
-        p_coef -= _product(upstream, tl.load(entropy_ptr + n, mask=row_mask, other=0.0))
+        upstream = tl.load(upstream_entropy_ptr + n, mask=row_mask)
+        p_coef -= _product(upstream, tl.load(entropy_ptr + n, mask=row_mask))
         size += tl.abs(upstream)
         tl.store(p_logp_coef_ptr + n, -upstream, mask=row_mask)
     if upstream_mix_ptr is not None:
-        upstream = tl.load(upstream_mix_ptr + n, mask=row_mask, other=0.0)
-        p_coef -= _product(upstream, tl.load(mix_weight_ptr + n, mask=row_mask, other=0.0))
+        upstream = tl.load(upstream_mix_ptr + n, mask=row_mask)
+        p_coef -= _product(upstream, tl.load(mix_weight_ptr + n, mask=row_mask))
         size += tl.abs(upstream)
     tl.store(p_coef_ptr + n, p_coef, mask=row_mask)
-    active = tl.load(active_ptr + n, mask=row_mask, other=IGNORE)
+    active = tl.load(active_ptr + n, mask=row_mask)
     size = tl.where(active == IGNORE, 0.0, size + tl.abs(p_coef))
     tl.store(size_ptr + n, size, mask=row_mask)
     tl.store(with_gradient_ptr + n, tl.where(size == 0, IGNORE, active), mask=row_mask)

@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 @triton.jit
 def _is_set(mask_ptr, i, in_bounds):
-    x = tl.load(mask_ptr + i, mask=in_bounds, other=0)
+    x = tl.load(mask_ptr + i, mask=in_bounds)
     if x.dtype.primitive_bitwidth == 16:  # the interpreter compares bfloat16 wrongly
         x = x.to(tl.float32)
     return x != 0
@@ -47,7 +47,7 @@ def _mdlm_weights(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_bounds = i < N
     on = _is_set(noise_mask_ptr, i, in_bounds) & _is_set(loss_mask_ptr, i, in_bounds)
-    p = tl.load(p_mask_ptr + i, mask=in_bounds, other=1).to(ACC)
+    p = tl.load(p_mask_ptr + i, mask=in_bounds).to(ACC)
     least = tl.full([BLOCK], LEAST, ACC)
     one = tl.full([BLOCK], 1, ACC)
     weight = tl.where(on, _quotient(one, tl.where(p < least, least, p), ACC), 0.0)  # a NaN stays

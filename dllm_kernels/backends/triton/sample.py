@@ -36,7 +36,7 @@ def _quarters(word):
 @triton.jit
 def _logits(row_ptr, v, V, transform, ACC: tl.constexpr):
     in_bounds = (v >= 0) & (v < V)
-    z = tl.load(row_ptr + v, mask=in_bounds, other=0.0)
+    z = tl.load(row_ptr + v, mask=in_bounds)
     return tl.where(in_bounds, transformed(z, v, transform, ACC), -float("inf"))
 
 
