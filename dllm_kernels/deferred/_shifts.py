@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._checks import FLOAT_DTYPES
-from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
+from dllm_kernels._graph._plain import any_dtensor, is_dtensor, readable_without_sync
 from dllm_kernels.deferred._logits import DeferredLogits, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._pending import is_stat_of
@@ -134,7 +134,7 @@ def _bias_before_cap(x: DeferredLogits) -> Any:
 
 def _added_bias(x: DeferredLogits, constants: Tensor) -> Any:
     """Return the bias after constants ``[V]`` or ``[]`` were added to the logits; NotImplemented if not as exact."""
-    if x.cap is not None or any(t is not None and is_dtensor(t) for t in x.parts):
+    if x.cap is not None or any_dtensor(*x.parts):
         return NotImplemented
     operands = x.rows()
     dtype = operands.compute_dtype or operands.hidden.dtype

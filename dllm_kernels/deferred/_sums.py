@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._checks import FACTOR_RANGE
-from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._plain import any_dtensor
 from dllm_kernels.deferred import _logits
 from dllm_kernels.deferred._logits import DeferredLogits, alike, rule
 from dllm_kernels.deferred._moves import Call, dims_of
@@ -123,7 +123,7 @@ def _over_classes(x: DeferredLogits, call: Call) -> Any:
     dtype = dtype_after(lambda z: call.function(z, -1), x.dtype, x.device)
     with x.restored():
         record = x.rows()
-        if is_dtensor(record.hidden) or is_dtensor(record.weight):
+        if any_dtensor(record.hidden, record.weight):
             return NotImplemented
         total = class_sum(record, everything)
     if call.function.__name__ == "mean":

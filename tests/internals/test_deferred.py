@@ -11,7 +11,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dllm_kernels.deferred import _expressions
+from dllm_kernels.deferred._classes import ConstantRows, DeferredColumn
 from dllm_kernels.deferred._head import deferred_logits
+from dllm_kernels.deferred._logits import DeferredLogits
+from dllm_kernels.deferred._nll import DeferredNLL
+from dllm_kernels.deferred._pending import DeferredStat
+from dllm_kernels.deferred._terms import Term
 from tests.conftest import DEVICE
 
 V, D = 7, 5
@@ -39,7 +44,7 @@ def deferred():
 
 IN_PLACE = [
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", IN_PLACE, ids=lambda change: change.__name__)
@@ -162,13 +167,26 @@ UNLIKE = {"rand_like", "randn_like", "empty_like", "new_empty", "to", "type", "h
 # random, a number is a dtype, or the backward refuses other dtypes
 
 
-@pytest.mark.parametrize("kind", RECEIVERS)
-def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind):
+TYPES = {
+    "logits": DeferredLogits, "log-probabilities": DeferredLogits, "NLL": DeferredNLL, "probabilities": Term,
+    "statistic": DeferredStat, "constant": ConstantRows, "class": DeferredColumn,
+}  # fmt: skip
+NAMES = {kind: {rule: name for name, rule in t.rules.items() if name not in UNLIKE} for kind, t in TYPES.items()}
+CALLS = [
+    pytest.param(kind, function, id=f"{kind}-{name}")
+    for kind in RECEIVERS
+    for name in NAMES[kind].values()
+    if (function := next(filter(callable, (getattr(place, name, None) for place in (torch.Tensor, torch, F))), None))
+]
+
+
+@pytest.mark.parametrize(("kind", "function"), CALLS)
+def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind, function):
     """One function of each rule. What torch refuses may be refused later, when the values are computed."""
     model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
     logits = model(hidden)
 
-    def result(function, operands, z):
+    def result(operands, z):
         x = RECEIVERS[kind](z)
         args = [x if o is X else o.clone() if isinstance(o, torch.Tensor) else o for o in operands]
         named = args.pop() if args and isinstance(args[-1], dict) else {}
@@ -177,15 +195,11 @@ def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind):
 
     with deferred_logits(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rules = type(RECEIVERS[kind](model(hidden))).rules
-        for name in {rule: name for name, rule in rules.items() if name not in UNLIKE}.values():
-            function = next(filter(callable, (getattr(place, name, None) for place in (torch.Tensor, torch, F))), None)
-            for operands in ODD if function else ():
-                operands = operands if any(o is X for o in operands[1:]) else (X, *operands)
-                try:
-                    expected = result(function, operands, logits.clone())
-                except Exception:
-                    continue
-                if expected[1] is not NotImplemented:
-                    found = result(function, operands, model(hidden))
-                    torch.testing.assert_close(found, expected, equal_nan=True)
+        for operands in ODD:
+            operands = operands if any(o is X for o in operands[1:]) else (X, *operands)
+            try:
+                expected = result(operands, logits.clone())
+            except Exception:
+                continue
+            if expected[1] is not NotImplemented:
+                torch.testing.assert_close(result(operands, model(hidden)), expected, equal_nan=True)
