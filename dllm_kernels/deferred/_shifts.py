@@ -73,7 +73,9 @@ def _terms(x: DeferredLogits, call: Call) -> tuple[Any, int]:
     others = [args[n] for n in names[:2] if n in args and args[n] is not x]
     sign = -1 if "sub" in name else 1
     reversed_ = "rsub" in name or (sign < 0 and args.get("other") is x)
-    return (None, 0) if len(others) != 1 or reversed_ or args.get("alpha", 1) != 1 else (others[0], sign)
+    alpha = args.get("alpha", 1)
+    unit = not isinstance(alpha, Tensor) and alpha == 1  # a tensor: add(z, alpha, other), which is deprecated
+    return (others[0], sign) if len(others) == 1 and not reversed_ and unit else (None, 0)
 
 
 def _added(x: DeferredLogits, call: Call) -> Any:

@@ -40,7 +40,7 @@ def combined(x: DeferredLogits, call: Call) -> Any:
     first, second, alpha = args.get("input"), args.get("other"), args.get("alpha", 1)
     if "rsub" in name:
         first, second = second, first
-    if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
+    if name != "add" and first is x and is_lse_of(second, x) and alpha == 1:
         dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
         meta, axis = torch.empty_like(x.meta, dtype=dtype), x.axis
         stats = (second, *second.sources) if isinstance(second, DeferredStat) else ()
