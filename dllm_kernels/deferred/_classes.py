@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
+from dllm_kernels._graph._plain import any_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, move_rule, rule
 from dllm_kernels.deferred._moves import Call
@@ -89,7 +89,7 @@ def _selected(x: DeferredLogits, call: Call) -> Any:
     if isinstance(index, tuple) and len(index) == x.ndim and all(map(_is_ids, index)):
         return _chosen_classes(x, call, index)
     class_id = _class_of(x, index)
-    if class_id is None or x.log_probs:
+    if class_id is None:
         return NotImplemented
     meta, _ = meta_after(call.on, x)  # type: ignore[misc]
     recipe = Step(call.on, x.restored, [x])
@@ -114,7 +114,7 @@ def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
     V = x.shape[-1]
     chosen = range(V)[item]
     h, u, *parameters = x.tapped()
-    if x.log_probs or x.shift.best or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
+    if x.log_probs or x.shift.best or not len(chosen) or any_dtensor(h, *parameters):
         return NotImplemented
     head_classes = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
     sliced = (t if t is None else t[item] for t in parameters)
@@ -153,7 +153,7 @@ def _filling(x: DeferredLogits, classes: Tensor | None, value: Any) -> dict[str,
     if not usable or isinstance(value, bool) or not isinstance(value, int | float) or x.cap is not None:
         return None
     low = value == -math.inf or (value <= NOTHING and x.hidden.dtype != torch.float16)
-    if not low or x.shift.best or any(t is not None and is_dtensor(t) for t in x.parts):
+    if not low or x.shift.best or any_dtensor(*x.parts):
         return None
     before = x.class_bias
     fill = torch.where(classes, float(value), 0.0).to(accum_dtype(x.hidden.dtype))  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
         return False
     with torch.no_grad(), x.restored():
         record = x.rows()
-        if is_dtensor(record.weight) or is_dtensor(record.hidden) or not record.hidden.numel():
+        if any_dtensor(record.hidden, record.weight):
             return False
         columns = torch.full((2,), int(k == 0), device=x.device)
         columns[0] = k

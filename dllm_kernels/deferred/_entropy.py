@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._checks import FLOAT_DTYPES
-from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._plain import any_dtensor
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, on_classes, rule
 from dllm_kernels.deferred._moves import Call
@@ -19,7 +19,7 @@ from dllm_kernels.deferred._pending import DeferredStat, is_stat_of
 from dllm_kernels.deferred._record import NO_SHIFT, Stats
 from dllm_kernels.deferred._stat_rules import class_dim, class_ids, picked, stat, takes_skipped
 from dllm_kernels.deferred._sums import negative
-from dllm_kernels.deferred._tensor import arguments
+from dllm_kernels.deferred._tensor import arguments, registers
 from dllm_kernels.deferred._terms import Term
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -178,7 +178,7 @@ def over_classes(x: DeferredLogits, kind: str | None, factor: float, dtype: torc
     if kind not in (P_LOG_P, P_Z, EXP, LOG_P) or args.get("dtype") is not None or not x.fusible:
         return NotImplemented
     linear = x.cap is None and x.skip is None and not x.fills_classes  # the sum of the logits then is a product
-    if kind == LOG_P and not (linear and not any(t is not None and is_dtensor(t) for t in x.parts)):
+    if kind == LOG_P and (not linear or any_dtensor(*x.parts)):
         return NotImplemented
     everything, (shift, axis, V) = dim is None, (x.shift, x.axis, x.shape[x.axis])
     if not everything and not class_dim(x, dim):
@@ -248,7 +248,7 @@ def _is_equal(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     with torch.no_grad(), x.restored():
         hidden, weight, bias, extra, *_ = x.rows()
-        if is_dtensor(hidden) or is_dtensor(weight):
+        if any_dtensor(hidden, weight):
             return NotImplemented
         sizes = [_size(hidden) * _size(weight), *([] if extra is None else [_size(extra[0]) * _size(extra[1])])]
         sizes += [] if bias is None else [bias.where(bias > torch.finfo(bias.dtype).min, 0.0).abs().amax().double()]
@@ -283,6 +283,7 @@ Term.rules = {
 }  # fmt: skip
 
 
+@registers(DeferredStat.rules)("log")
 def _log_of_sum(x: DeferredStat, call: Call) -> Any:
     """Take the logarithm of a sum of exponentials, which is the logsumexp."""
     request, logits = x.request, x.logits
@@ -295,6 +296,3 @@ def _log_of_sum(x: DeferredStat, call: Call) -> Any:
         return value if axis is None else value.unsqueeze(axis)
 
     return x.like("lse", request._replace(finish=finish), Step(call.on, logits.restored, [x]), dtype)
-
-
-DeferredStat.rules = {**DeferredStat.rules, "log": _log_of_sum}

@@ -89,16 +89,14 @@ class FusedHead:
         cast = None if input.dtype == torch.float64 else state.autocast
         low_rank, parameters = _lora.low_rank_rows(split, input), split.parameters()
         if not is_dtensor(input):
-            parameters = [gathered_once(t, input) if is_dtensor(t) else t for t in parameters]  # type: ignore[arg-type]
+            parameters = [gathered_once(t, input) for t in parameters]  # type: ignore[arg-type]
         return DeferredLogits.from_head(self, split, (input, low_rank, *parameters), state, cast or input.dtype)
 
     def weights(self, split: _lora.SplitHead, parts: Sequence[Any]) -> Head:
         """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
         hidden, u, *parameters = parts
         weight, bias, *low_rank = _lora.weights(split, hidden, u, parameters)
-        weight = weight if is_dtensor(weight) else in_dtype_of(hidden, weight)
-        bias = bias if bias is None or is_dtensor(bias) else in_dtype_of(hidden, bias)
-        return Head(weight, bias, *low_rank)
+        return Head(*(t if is_dtensor(t) else in_dtype_of(hidden, t) for t in (weight, bias)), *low_rank)
 
     def logits(self, split: _lora.SplitHead, parts: Sequence[Any]) -> torch.Tensor:
         """Compute the logits."""

@@ -414,7 +414,7 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.log_softmax else ("dim", "_stacklevel", "dtype")
     args = arguments(names, call.args, call.kwargs)
     dtype = args.get("dtype")
-    if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
+    if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or x.overwritten is not None:
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.log_softmax(-1), x.dtype, x.device)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._plain import any_dtensor
 from dllm_kernels.deferred._entropy import EXP, LOG_P, P
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, on_classes, rule
@@ -98,7 +98,7 @@ def _usable(x: Any) -> bool:
     logits, kind, factor = _term(x)
     rounded = kind != Z and x.dtype != accum_dtype(x.dtype)
     known = kind in (Z, LOG_P, P, EXP) and factor > 0 and logits.overwritten is None and logits.fusible
-    return known and not rounded and not any(t is not None and is_dtensor(t) for t in logits.parts)
+    return known and not rounded and not any_dtensor(*logits.parts)
 
 
 def _maximum(x: Any, call: Call) -> Any:

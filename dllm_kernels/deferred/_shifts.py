@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._checks import FLOAT_DTYPES
-from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
+from dllm_kernels._graph._plain import any_dtensor, is_dtensor, readable_without_sync
 from dllm_kernels.deferred._logits import DeferredLogits, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._pending import is_stat_of
@@ -73,7 +73,9 @@ def _terms(x: DeferredLogits, call: Call) -> tuple[Any, int]:
     others = [args[n] for n in names[:2] if n in args and args[n] is not x]
     sign = -1 if "sub" in name else 1
     reversed_ = "rsub" in name or (sign < 0 and args.get("other") is x)
-    return (None, 0) if len(others) != 1 or reversed_ or args.get("alpha", 1) != 1 else (others[0], sign)
+    alpha = args.get("alpha", 1)
+    unit = not isinstance(alpha, Tensor) and alpha == 1  # a tensor: add(z, alpha, other), which is deprecated
+    return (others[0], sign) if len(others) == 1 and not reversed_ and unit else (None, 0)
 
 
 def _added(x: DeferredLogits, call: Call) -> Any:
@@ -134,7 +136,7 @@ def _bias_before_cap(x: DeferredLogits) -> Any:
 
 def _added_bias(x: DeferredLogits, constants: Tensor) -> Any:
     """Return the bias after constants ``[V]`` or ``[]`` were added to the logits; NotImplemented if not as exact."""
-    if x.cap is not None or any(t is not None and is_dtensor(t) for t in x.parts):
+    if x.cap is not None or any_dtensor(*x.parts):
         return NotImplemented
     operands = x.rows()
     dtype = operands.compute_dtype or operands.hidden.dtype

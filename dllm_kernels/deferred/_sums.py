@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._checks import FACTOR_RANGE
-from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._plain import any_dtensor
 from dllm_kernels.deferred import _logits
 from dllm_kernels.deferred._logits import DeferredLogits, alike, rule
 from dllm_kernels.deferred._moves import Call, dims_of
@@ -40,7 +40,7 @@ def combined(x: DeferredLogits, call: Call) -> Any:
     first, second, alpha = args.get("input"), args.get("other"), args.get("alpha", 1)
     if "rsub" in name:
         first, second = second, first
-    if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
+    if name != "add" and first is x and is_lse_of(second, x) and alpha == 1:
         dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
         meta, axis = torch.empty_like(x.meta, dtype=dtype), x.axis
         stats = (second, *second.sources) if isinstance(second, DeferredStat) else ()
@@ -123,7 +123,7 @@ def _over_classes(x: DeferredLogits, call: Call) -> Any:
     dtype = dtype_after(lambda z: call.function(z, -1), x.dtype, x.device)
     with x.restored():
         record = x.rows()
-        if is_dtensor(record.hidden) or is_dtensor(record.weight):
+        if any_dtensor(record.hidden, record.weight):
             return NotImplemented
         total = class_sum(record, everything)
     if call.function.__name__ == "mean":

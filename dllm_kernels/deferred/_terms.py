@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from dllm_kernels._graph._call_state import CallState
-from dllm_kernels._graph._plain import autocasts, is_dtensor
+from dllm_kernels._graph._plain import any_dtensor, autocasts
 from dllm_kernels.deferred._expressions import Constant, Leaf, Operation, RowFunction
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import DeferredLogits
@@ -81,7 +81,7 @@ def expression_of(x: Any) -> Any:
     if isinstance(x, Term):
         return x.expression
     plain = x.fusible and x.axis == x.ndim - 1 and x.overwritten is None and not x.skip_finite
-    if not plain or any(t is not None and is_dtensor(t) for t in x.parts):
+    if not plain or any_dtensor(*x.parts):
         return None
     bias, shift, needs_grad = x.class_bias, x.shift, x.needs_grad and torch.is_grad_enabled()
     if bias is not None and bias.filled is not None and bool(bias.values[bias.filled].isfinite().any()):
@@ -148,7 +148,7 @@ def recorded(
             return None
 
     with torch.no_grad():
-        meta = imitated(lambda t: torch.empty_like(t, device="meta", requires_grad=False))
+        meta = imitated(lambda t: torch.empty_like(t, device="meta"))
         shape = None if meta is None else tuple(meta.shape) if reduces else tuple(meta.shape[:-1])
         if shape != tuple(rows) or not (reduces or meta.dim()):
             return NotImplemented

@@ -11,7 +11,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from dllm_kernels.deferred import _expressions
+from dllm_kernels.deferred._classes import ConstantRows, DeferredColumn
 from dllm_kernels.deferred._head import deferred_logits
+from dllm_kernels.deferred._logits import DeferredLogits
+from dllm_kernels.deferred._nll import DeferredNLL
+from dllm_kernels.deferred._pending import DeferredStat
+from dllm_kernels.deferred._terms import Term
 from tests.conftest import DEVICE
 
 V, D = 7, 5
@@ -39,7 +44,7 @@ def deferred():
 
 IN_PLACE = [
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", IN_PLACE, ids=lambda change: change.__name__)
@@ -137,17 +142,39 @@ def test_sums_of_a_function_of_rows_take_one_pass_and_other_uses_share_the_value
 
 
 TARGETS = torch.tensor([[0, 1, 6], [2, 3, 4]], device=DEVICE)
+X, MASK, CLASSES = "itself", torch.ones(2, 3, V, device=DEVICE) > 0, torch.arange(V, device=DEVICE)
+ROWS, FEW_CLASSES = TARGETS.float(), torch.arange(V, device=DEVICE) < 2
+
+
+def nll(z):
+    return F.cross_entropy(z.flatten(0, 1), TARGETS.flatten(), reduction="none").view(2, 3)
+
+
 RECEIVERS = {
-    "logits": lambda z: z,
-    "log-probabilities": lambda z: z.log_softmax(-1),
-    "NLL": lambda z: F.cross_entropy(z.flatten(0, 1), TARGETS.flatten(), reduction="none").view(2, 3),
-    "probabilities": lambda z: z.softmax(-1),
-    "statistic": lambda z: z.logsumexp(-1),
-    "constant": lambda z: torch.full_like(z, 1.0),
-    "class": lambda z: z[..., 2],
-}
-X, MASK = "itself", torch.ones(2, 3, V, device=DEVICE) > 0
-ROWS = TARGETS.float()
+    "logits": (DeferredLogits, [
+        lambda z: z, lambda z: z.mT, lambda z: (3 * torch.tanh(z / 3)).masked_fill(CLASSES == 2, -torch.inf),
+        lambda z: z.masked_fill(CLASSES == 2, -1e6), lambda z: z.masked_fill(FEW_CLASSES, -torch.inf),
+        lambda z: z + CLASSES / 5, lambda z: z - z.max(-1, keepdim=True).values, lambda z: z + ROWS[..., None],
+        lambda z: z.log_softmax(-1), lambda z: z.log_softmax(-1).mT,
+        lambda z: z.log_softmax(-1).masked_fill(ROWS[..., None] < 2, -3.0),
+    ]),
+    "NLL": (DeferredNLL, [
+        nll, lambda z: nll(z) * ROWS, lambda z: nll(z) + 1, lambda z: nll(z).sum(-1, keepdim=True),
+        lambda z: nll(z).nan_to_num(), lambda z: z.softmax(-1).square().sum(-1),
+    ]),
+    "probabilities": (Term, [
+        lambda z: z.softmax(-1), torch.exp, lambda z: z.softmax(-1).log2() * 2, lambda z: z.mT.softmax(1),
+        lambda z: z.softmax(-1) * z.log_softmax(-1), lambda z: z.softmax(-1) + 1e-10, torch.square,
+    ]),
+    "statistic": (DeferredStat, [
+        lambda z: z.logsumexp(-1), lambda z: z.logsumexp(-1, keepdim=True), lambda z: z.exp().sum(-1, keepdim=True),
+        lambda z: z.max(-1, keepdim=True).values, lambda z: z.gather(-1, TARGETS[..., None])[..., 0],
+    ]),
+    "constant": (ConstantRows, [
+        lambda z: torch.full_like(z, 1.0), lambda z: torch.zeros_like(z).scatter(-1, TARGETS[..., None], 2.0),
+    ]),
+    "class": (DeferredColumn, [lambda z: z[..., 2], lambda z: z.log_softmax(-1)[..., 2]]),
+}  # fmt: skip
 ODD = [  # operands after the first one, or all of them
     (), (2,), (True,), (math.nan,), (-1,), (1j,), (MASK[0, 0].float().requires_grad_(),), (ROWS[..., None],), (ROWS,),
     (MASK.double(),), (MASK,), (TARGETS[..., None],), ((-1, 0),), (..., 0), (..., ..., 0), (TARGETS < 2,), (X,), (X, X),
@@ -157,35 +184,63 @@ ODD = [  # operands after the first one, or all of them
     (torch.float64, True), ({"dim": ()},), (ROWS[0],), (ROWS[:, 0],), (ROWS[:, :1],), (math.inf,),
     ("ij,ij->ij", X, X), ("ij,ij", X, ROWS), ("ij,ij", X, ROWS.double()), ("ij,jk->ik", X, ROWS.mT), ("ij->ji", X),
     ("ij,kl->ijkl", X, ROWS), ("...,...->...", X, ROWS), ("ijk,ijk->ij", X, MASK.float()), ("ijk->ik", X),
+    # indices and the values that are set there
+    ((..., slice(1, 4)),), ((..., slice(3, 3)),), ((torch.tensor([[0], [1]]), torch.tensor([2, 0]), -TARGETS[:, :2]),),
+    ((..., 3), -math.inf), ((..., -2), -1e6), ((..., True), -math.inf), ((0, ..., 3), -math.inf), ((..., 3), True),
+    ((..., [0, 1]), -math.inf), ((..., FEW_CLASSES), -1e9), ((..., TARGETS[0]), -1e9), ((..., slice(5, None)), -1e9),
+    (..., -math.inf), ((..., ...), -math.inf), ((TARGETS < 2, TARGETS[TARGETS < 2]), 0.0), ((..., 3), ROWS),
+    (FEW_CLASSES, -math.inf), (FEW_CLASSES, torch.tensor(-1e9)), (FEW_CLASSES[None], X, -math.inf), (CLASSES < 0, -1e9),
+    (FEW_CLASSES, -math.inf, X), (FEW_CLASSES.int(), X, -math.inf), (CLASSES >= 0, -1e9), (FEW_CLASSES, 0.5),
+    # dimensions and sizes
+    (-1, -3, 2), (-1, torch.tensor(1), 2), (0, torch.tensor([1, 0])), (-1, torch.tensor([1, 0])), (2, -1, False),
+    (-1, torch.float64), (2, torch.float32), ((0, -1),), (-1, False, torch.float64), ((2, 2, 3, V),), (6, V), (1, 1),
+    (1, (0, 1)), (2, 1), ([1, 2], 1), (1, (3, 1)), (V, -1), ([X, X],), ([X, X], -1), ([X, MASK.float()], 1),
 ]  # fmt: skip
-UNLIKE = {"rand_like", "randn_like", "empty_like", "new_empty", "to", "type", "huber_loss"}
-# random, a number is a dtype, or the backward refuses other dtypes
+FEW = [  # operands for other receivers than the first
+    (), (2,), (-1,), (X,), (ROWS[..., None],), (-1, TARGETS[..., None]), (FEW_CLASSES, -math.inf), ((..., 3), -1e9),
+    (TARGETS,), (TARGETS, {"weight": CLASSES / 5, "reduction": "none"}), (TARGETS, {"ignore_index": 1}),
+]  # fmt: skip
+UNLIKE = {"rand_like", "randn_like", "empty_like", "new_empty", "bfloat16", "half", "to", "type", "huber_loss"}
+# random, rounded, a number is a dtype, or the backward refuses other dtypes
+CALLS = [
+    pytest.param(receivers, function, id=f"{kind}-{name}")
+    for kind, (deferred_type, receivers) in RECEIVERS.items()
+    for name in {rule: name for name, rule in deferred_type.rules.items() if name not in UNLIKE}.values()
+    if (function := next(filter(callable, (getattr(place, name, None) for place in (torch.Tensor, torch, F))), None))
+]
 
 
-@pytest.mark.parametrize("kind", RECEIVERS)
-def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind):
+@pytest.mark.parametrize(("receivers", "function"), CALLS)
+def test_functions_with_odd_operands_return_what_they_do_for_tensors(receivers, function):
     """One function of each rule. What torch refuses may be refused later, when the values are computed."""
     model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
-    logits = model(hidden)
 
-    def result(function, operands, z):
-        x = RECEIVERS[kind](z)
-        args = [x if o is X else o.clone() if isinstance(o, torch.Tensor) else o for o in operands]
+    def read(t):
+        """Return an item and the sum of each row, then the values, because rules do not apply to known values."""
+        rows = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel()
+        stats = [t.gather(-1, TARGETS.new_zeros((*t.shape[:-1], 1))), t.sum(-1)] if rows else []
+        return [v.materialize() if hasattr(v, "materialize") else v for v in (*stats, t)]
+
+    def result(receive, operands):
+        x = receive(model(hidden))
+        args = [[x if i is X else i for i in o] if isinstance(o, list) else x if o is X else o for o in operands]
+        args = [o.clone() if isinstance(o, torch.Tensor) and o is not x else o for o in args]
         named = args.pop() if args and isinstance(args[-1], dict) else {}
         value = function(*args, **named)
-        return x, tree_map(lambda t: t.materialize() if hasattr(t, "materialize") else t, value)
+        if value is NotImplemented:
+            return [NotImplemented]
+        return tree_map(read, [value] if function.__name__.strip("_") == function.__name__ else [value, x])
 
-    with deferred_logits(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        rules = type(RECEIVERS[kind](model(hidden))).rules
-        for name in {rule: name for name, rule in rules.items() if name not in UNLIKE}.values():
-            function = next(filter(callable, (getattr(place, name, None) for place in (torch.Tensor, torch, F))), None)
-            for operands in ODD if function else ():
-                operands = operands if any(o is X for o in operands[1:]) else (X, *operands)
-                try:
-                    expected = result(function, operands, logits.clone())
-                except Exception:
-                    continue
-                if expected[1] is not NotImplemented:
-                    found = result(function, operands, model(hidden))
-                    torch.testing.assert_close(found, expected, equal_nan=True)
+    for receive, operands in [(r, o) for i, r in enumerate(receivers) for o in (FEW if i else ODD)]:
+        whole = any(o is X for o in operands[1:]) or (operands and isinstance(operands[0], list))
+        operands = operands if whole else (X, *operands)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                expected = result(receive, operands)
+            except Exception:
+                continue
+            if expected[0] is not NotImplemented:
+                with deferred_logits(model):
+                    found = result(receive, operands)
+                torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
