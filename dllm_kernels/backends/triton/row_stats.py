@@ -32,7 +32,7 @@ from dllm_kernels.backends.triton._launch import FUSED, SIZES, TRANSFORM
 from dllm_kernels.backends.triton._math import FARTHEST, IGNORE, LOG2E
 from dllm_kernels.backends.triton._transform import arguments, logits_transform_bwd, transformed, with_column
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._stats_interface import Coefficients, Combined, Norms, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import Coefficients, Combined, Norms, StatsFlags, StatsResult, Upstream
 
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 COEFFICIENTS = 1024  # ids per program
@@ -364,7 +364,10 @@ def _product(grad, value):
     return tl.where(grad != 0, grad * value, 0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "entropy_ptr"], do_not_specialize=[*SIZES, "N"])
+@triton.jit(
+    do_not_specialize_on_alignment=[*PER_ROW, *(f"{n}_ptr" for n in StatsFlags._fields)],
+    do_not_specialize=[*SIZES, "N"],
+)
 def _row_stats_coefficients(
     log_probs_ptr, entropy_ptr, mix_weight_ptr, upstream_log_probs_ptr, upstream_lse_ptr, upstream_entropy_ptr,
     upstream_mix_ptr, ids_ptr, active_ptr, grad_ids_ptr, p_coef_ptr, p_logp_coef_ptr, size_ptr, with_gradient_ptr, N, K,
