@@ -414,8 +414,9 @@ def _quadrature(rows: _ViewArguments) -> _Masks:
 def _trace(rows: _ViewArguments) -> _Masks:
     step = rows.step_map.to(torch.int64).clamp(min=-1)
     last = torch.nn.functional.pad(step, (0, 1)).amax(-1)  # at least 0, also without tokens
-    every = rows.num == 1 and step.numel() > 0
-    K = int(last.max()) + 1 if every else rows.num  # a host sync on a GPU if each step is a group
+    every = rows.num == 1
+    # A host sync on a GPU if each step is a group. The padding is the last step of a batch without rows.
+    K = int(torch.nn.functional.pad(last, (0, 1)).max()) + 1 if every else rows.num
     view = torch.arange(K, device=step.device)[:, None]
     # The least step of group g of T = last + 1 steps is ceil(g T / K). Neither T nor K times a step need fit int64.
     least = view if every else view * (last // K) + (view * (last % K + 1) + K - 1) // K

@@ -487,6 +487,11 @@ def test_missing_targets_pass_the_check_of_targets(form, monkeypatch):
 
 
 @forms
+def test_a_step_without_weight_has_the_loss_0(form):
+    assert call(form, {"normalize": "mean"}, block_mask=0 * ON, total_weight=0).total_loss == 0
+
+
+@forms
 @pytest.mark.parametrize(("message", "settings", "changes"), NEEDED, ids=labelled)
 def test_arguments_that_the_settings_require(form, message, settings, changes):
     with pytest.raises(ValueError, match="^" + re.escape(message.format(form))):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -536,8 +537,9 @@ def test_eubo_equals_the_oracle(scheme, num):
 def test_empty_batches(scheme, shape):
     ids = torch.zeros(shape, dtype=torch.int64)
     seeds = torch.zeros(shape[0], dtype=torch.int64)
-    for source in ({"seeds": seeds}, {}):
-        views = policy_views(ids, ids, MASK, scheme, num=2, **source, **options(scheme, ids))
+    for source, num in itertools.product(({"seeds": seeds}, {}), (1, 2)):
+        views = policy_views(ids, ids, MASK, scheme, num=num, **source, **options(scheme, ids))
+        assert len(views.noisy) == num * {"coupled": 3, "count": 2}.get(scheme, 1)
         assert views.noisy.shape[1:] == views.weights.shape[1:] == shape
         assert views.sequence_scores(views.weights, mean=True).tolist() == [0] * shape[0]
 
