@@ -250,6 +250,13 @@ def test_the_teacher_s_head_is_converted_before_the_host_sync(reduction):
     assert casts_of_head[0] < read_back[0]
 
 
+def test_rows_are_not_copied_if_all_are_active():
+    hidden, weight, ids = torch.randn(6, 4, requires_grad=True), torch.randn(7, 4), torch.zeros(6, dtype=torch.int64)
+    with Casts() as casts:
+        weighted_linear_nll(hidden, weight, ids, torch.ones(6), backend="torch").loss.backward()
+    assert casts.seen == ["read back"]
+
+
 def test_importing_the_package_loads_no_engine():
     """The kinds are data beside the interface of the backends. The worker threads register a hook of forks."""
     loaded, new = set(), {PACKAGE / "__init__.py"}

@@ -249,13 +249,14 @@ def assert_rows_as_good_as_plain(found, exact, plain, V, order=slice(None)):
 
 def test_nla_is_constant_below_its_floor():
     V = TILE + 3
-    z, t = torch.zeros(1, 2, V, device=DEVICE), torch.zeros(1, 2, V, device=DEVICE)
-    z[..., 0], t[0, 0, V - 1], t[0, 1, 0] = 9.0, 9.0, 8.0
-    rest = {"weights": torch.ones(2, device=DEVICE), "targets": None}
+    z, t = torch.zeros(1, 3, V, device=DEVICE), torch.zeros(1, 3, V, device=DEVICE)
+    z[0, :2, 0], t[0, 0, V - 1], t[0, 1, 0] = 9.0, 9.0, 8.0
+    z[0, 2, 2:], t[0, 2, 1:] = -INF, -INF  # a is the floor
+    rest = {"weights": torch.ones(3, device=DEVICE), "targets": None}
     value, alpha, grad, _ = run_kernel(z, t, rest, {"kind": "nla", "floor": 0.5}, rows=False)
-    assert alpha[0] < 0.5 < alpha[1] < 1
+    assert alpha[0] < 0.5 == alpha[2] < alpha[1] < 1
     torch.testing.assert_close(value, -alpha.clamp(min=0.5).log())
-    assert grad[0].bool().any(1).tolist() == [False, True]
+    assert grad[0].bool().any(1).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("skipped", [None, 3])

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dllm_kernels import ops
 from tests.conftest import DEVICE
@@ -163,3 +165,27 @@ def test_a_parameter_that_was_freed_before_backward(case, freed):
     leaves[("hidden", "weight", "bias", "u", "U").index(freed)].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="was freed before its gradient arrived"):
         loss.backward()
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has another kind of group")
+@pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
+def test_dtensors_of_one_rank(kind, case, mesh):
+    """Logits or a head whose vocabulary is split over one rank give the results and gradients of plain tensors."""
+    leaves, r = drawn(kind)
+    placements = [Shard(2)] if kind == "stored" else [Replicate(), Shard(0), Shard(0)]
+    found = []
+    for split in (False, True):
+        pairs = zip(leaves, placements, strict=True)
+        tensors = [DTensor.from_local(t, mesh, [p]) for t, p in pairs] if split else leaves
+        out = case(Source(kind).argument(*tensors), r)
+        grads = torch.autograd.grad([t.sum() for t in case.values(out)], leaves) if case.differentiable else ()
+        found.append((results(out), grads))
+    torch.testing.assert_close(*found)

@@ -558,6 +558,9 @@ def test_the_mass_outside_of_the_draft_s_vocabulary(backend):
     torch.testing.assert_close(*(0.8 * torch.autograd.grad(draft.loss, z)[0], torch.autograd.grad(full.loss, z)[0]))
     tv = divergence(z, q.log(), kind="tv", draft_to_target=columns, teacher="full", backend=backend)
     assert tv.loss.item() == pytest.approx(0.2)
+    best = divergence(z, q.log(), kind="teacher_ce", draft_to_target=columns, teacher="full", backend=backend)
+    of_best = torch.eye(3, dtype=z.dtype, device=DEVICE)[:1]  # of the teacher's token 2
+    torch.testing.assert_close(torch.autograd.grad(best.loss, z)[0], z.detach().exp() - of_best)
     without = divergence(z[:, 1:], q.log(), kind="teacher_ce", draft_to_target=columns[1:], teacher="full")
     assert not without.agree.item()  # the teacher's argmax is not a token of the draft
     assert without.loss.item() == 0

@@ -272,8 +272,8 @@ BAD = [
         rf"top_ids must lie in \[0, {V}\) or be -100, got {V} at position \(1, 1\)$",
     ),
     (
-        {"top_log_probs": LOG_Q + 1}, ValueError,
-        r"top_log_probs must be log-probabilities, which sum to at most 1, got a sum of 2.175 at position \(0,\)",
+        {"top_log_probs": LOG_Q + 0.3}, ValueError,
+        r"top_log_probs must be log-probabilities, which sum to at most 1, got a sum of 1.08 at position \(0,\)",
     ),
     ({"kind": "tv"}, ValueError, r"kind must be one of kl, rkl, jsd, got 'tv'$"),
     ({"beta": 0.5}, ValueError, r"beta only applies to kind='jsd', got kind='kl'$"),

@@ -103,8 +103,8 @@ def _candidates(logits: Tensor, high: Array) -> tuple[Array, Array, Array, Array
 
 
 def _lower_bound(x: Array, high: Array) -> Array:
-    """Compute ``x - ln(-ln(1 - (n + 1) 2^-16))``, minus more than its rounding error."""
-    score = x - np.log(-np.log1p(-np.minimum((65536.0 - high) * 2.0**-16, 1 - 2.0**-49)))
+    """Compute ``x - ln(-ln(1 - (n + 1) 2^-16))``, minus more than its rounding error; -inf for the largest n."""
+    score = x - np.log(-np.log1p((high - 65536.0) * 2.0**-16))
     return score - 2.0**-20 * (1 + np.abs(score))
 
 

@@ -309,7 +309,7 @@ def _tile_again(row_ptr, tile, wide, row_max, transform, WIDE: tl.constexpr, BLO
     i = tl.arange(0, BLOCK_V)
     x = tl.load(row_ptr + tile + i, mask=i < wide - tile, other=float("nan"))
     x = transformed(x, tile + i, transform, ACC)
-    return tl.where((x == row_max) & (i < wide - tile), tile + i, NOWHERE)
+    return tl.where(x == row_max, tile + i, NOWHERE)
 
 
 @triton.jit
@@ -673,7 +673,7 @@ def row_norms(logits: Tensor, transform: Transform, skip: Tensor | None, start: 
     (C, V), device, acc = logits.shape, logits.device, accum_dtype(logits.dtype)
     norms, column = torch.empty(C, 2, dtype=acc, device=device), torch.empty(C, dtype=torch.int64, device=device)
     if C:
-        tile = _tiles.divergence_rows(V, logits.element_size(), kinds=1, with_steps=transform[::2] != (None, None))
+        tile = _tiles.divergence_rows(V, logits.element_size(), with_steps=transform[::2] != (None, None))
         logit_scale, inv_softcap, _ = _transform.arguments(transform)
         _row_norms[(C,)](
             logits, skip, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
