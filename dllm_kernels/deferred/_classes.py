@@ -37,8 +37,6 @@ def _class_item(x: DeferredLogits, index: Any) -> Any:
     if any(item is not Ellipsis and not isinstance(item, int | slice) for item in items):
         return None
     if Ellipsis in items:
-        if items.count(Ellipsis) > 1:
-            return None
         place = items.index(Ellipsis)
         items[place : place + 1] = [slice(None)] * (x.ndim - len(items) + 1)
     *rows, item = items
@@ -139,7 +137,7 @@ def _narrowed(x: DeferredLogits, call: Call) -> Any:
 
 def _skipping(x: DeferredLogits, k: int | None, value: Any, adds: bool = False) -> dict[str, Any] | None:
     """Return the changes of logits whose class ``k`` gets a value, or to which it is added; None if not recorded."""
-    usable = x.deferred and _plain_classes(x) and not x.log_probs and x.fusible and not x.shift.best
+    usable = _plain_classes(x) and not x.log_probs and x.fusible and not x.shift.best
     if k is None or not usable or x.skip not in (None, k) or isinstance(value, bool) or x.shape[-1] < 2:
         return None
     if not isinstance(value, int | float) or not (value == -math.inf or _is_low(x, k, value, adds)):
@@ -149,20 +147,19 @@ def _skipping(x: DeferredLogits, k: int | None, value: Any, adds: bool = False) 
 
 def _filling(x: DeferredLogits, classes: Tensor | None, value: Any) -> dict[str, Any] | None:
     """Return the changes of logits whose classes, a mask ``[V]``, get a value; None if not recorded."""
-    usable = classes is not None and x.deferred and not x.log_probs and x.fusible and x.overwritten is None
-    if not usable or isinstance(value, bool) or not isinstance(value, int | float) or x.cap is not None:
+    if classes is None or not x.fusible or x.cap is not None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     low = value == -math.inf or (value <= NOTHING and x.hidden.dtype != torch.float16)
     if not low or x.shift.best or any_dtensor(*x.parts):
         return None
     before = x.class_bias
-    fill = torch.where(classes, float(value), 0.0).to(accum_dtype(x.hidden.dtype))  # type: ignore[arg-type]
-    filled = classes if before is None or before.filled is None else before.filled | classes  # type: ignore[operator]
-    if (
-        filled is not None and readable_without_sync(filled) and bool(filled.all())
-    ):  # no class is left that the others are low beside
+    fill = torch.where(classes, float(value), 0.0).to(accum_dtype(x.hidden.dtype))
+    filled = classes if before is None or before.filled is None else before.filled | classes
+    if readable_without_sync(filled) and bool(filled.all()):  # no class is left that the others are low beside
         return None
-    values = fill if before is None else torch.where(classes, fill, before.values)  # type: ignore[arg-type]
+    values = fill if before is None else torch.where(classes, fill, before.values)
     infinite = value == -math.inf or (before is not None and before.infinite)
     return {"class_bias": ClassBias(values, filled, infinite)}
 

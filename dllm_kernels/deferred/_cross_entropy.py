@@ -46,8 +46,8 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 
 def _with_class_weights(nll: DeferredNLL, weight: Any, reduction: str) -> Any:
     """Multiply the NLL by the weight of its target; the mean is weighted, too."""
-    usable = type(weight) is Tensor and not weight.requires_grad and weight.shape == (nll.logits.classes,)
-    if not usable or weight.device != nll.device:
+    like = (nll.logits.classes,), nll.device
+    if type(weight) is not Tensor or weight.requires_grad or (weight.shape, weight.device) != like:
         return NotImplemented
     counted = nll.target != nll.ignore_index
     each = torch.where(counted, weight[nll.target.clamp(0, len(weight) - 1)], 0.0)

@@ -161,7 +161,7 @@ def _entr(p: Term, call: Call) -> Any:
     product = "xlogy" in call.function.__name__
     if p.kind != P or p.factor != 1 or call.kwargs or p.dtype != accum_dtype(p.dtype):
         return NotImplemented
-    if len(call.args) != product or any(other is not p for other in call.args):
+    if len(call.args) != 2 * product or any(other is not p for other in call.args):
         return NotImplemented
     step = (lambda t: torch.xlogy(t, t)) if product else call.on
     return _term(p.logits, [p], step, p.dtype, p.operation, P_LOG_P, 1.0 if product else -1.0)

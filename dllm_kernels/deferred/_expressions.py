@@ -287,7 +287,7 @@ class _RowLoss(Fused):
         else:
             link = link_to(hidden)
             ctx.setup, ctx.function = setup, function
-            ctx.save_for_backward(hidden, *head, rows, marks, link)
+            ctx.save_for_backward(hidden, *head, rows, link)
         loss = values if weights is None else torch.where(weights != 0, values * weights, 0.0).sum()
         return outputs(ctx, [loss], [values.detach().clone() if weights is None else values], link)
 
@@ -297,9 +297,8 @@ class _RowLoss(Fused):
         if ctx.computes:
             grad_hidden, *grad_head = scale_gradients(ctx, grad)
         else:
-            hidden, *head, rows, marks, _link = ctx.saved_tensors
+            hidden, *head, rows, _link = ctx.saved_tensors
             scale = grad.to(ctx.setup.accum_dtype).contiguous()
-            scale = scale if marks is None else scale.masked_fill(marks == IGNORE, 0)
             results = _evaluated(
                 hidden, Head(*head), ctx.function, rows, row_marks(scale), scale, ctx.setup, True, gradients_only=True
             )

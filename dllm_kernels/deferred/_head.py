@@ -96,7 +96,7 @@ class FusedHead:
         """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
         hidden, u, *parameters = parts
         weight, bias, *low_rank = _lora.weights(split, hidden, u, parameters)
-        return Head(*(t if is_dtensor(t) else in_dtype_of(hidden, t) for t in (weight, bias)), *low_rank)
+        return Head(*(t if is_dtensor(t) else in_dtype_of(hidden, t) for t in (weight, bias)), *low_rank)  # type: ignore[arg-type]
 
     def logits(self, split: _lora.SplitHead, parts: Sequence[Any]) -> torch.Tensor:
         """Compute the logits."""

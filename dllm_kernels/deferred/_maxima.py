@@ -45,9 +45,7 @@ class BestIds(DeferredTensor):
         meta = torch.empty_like(values.meta, dtype=torch.int64)
         recipe = Recipe(lambda _: found[0], values.logits.restored, [False] * len(values.parts))
         with torch.no_grad():
-            ids = cls.create(meta, values.parts, recipe, needs=recipe.needs, values=values, found=found)
-        add_alive(values.logits.head.sums, ids)
-        return ids
+            return cls.create(meta, values.parts, recipe, needs=recipe.needs, values=values, found=found)
 
     @property
     def deferred(self) -> bool:

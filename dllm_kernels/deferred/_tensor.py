@@ -53,8 +53,8 @@ RENAMED = {"axis": "dim", "keepdims": "keepdim"}
 # Their rules take all arguments, because the deferred tensor may be any of them.
 WHOLE = (
     "__matmul__", "__rmatmul__", "__rsub__", "add", "broadcast_tensors", "dot", "einsum", "expand_as", "inner",
-    "kl_div", "l1_loss", "logaddexp", "matmul", "maximum", "minimum", "mse_loss", "mv", "reshape_as", "rsub", "sub",
-    "subtract", "vdot", "view_as", "where", "xlogy",
+    "kl_div", "l1_loss", "logaddexp", "matmul", "maximum", "minimum", "mse_loss", "mv", "reshape_as", "rsub",
+    "special_xlogy", "sub", "subtract", "vdot", "view_as", "where", "xlogy",
 )  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]

@@ -16,7 +16,7 @@ from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
 from dllm_kernels.deferred._moves import MOVES, Call, dims_of
 from dllm_kernels.deferred._nll import DeferredNLL, dtype_after
-from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after
+from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after, registers
 from dllm_kernels.deferred._terms import Term, logits_of, recorded
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -27,7 +27,8 @@ ELEMENTWISE = (
     "__rtruediv__", "abs", "absolute", "add", "clamp", "clamp_max", "clamp_min", "clip", "div", "entr", "eq", "exp",
     "expm1", "ge", "gt", "isfinite", "isinf", "isnan", "le", "log", "log1p", "log2", "logaddexp", "logsigmoid", "lt",
     "masked_fill", "maximum", "minimum", "mul", "nan_to_num", "ne", "neg", "pow", "reciprocal", "relu", "rsub",
-    "sigmoid", "softplus", "special_entr", "sqrt", "square", "sub", "subtract", "tanh", "where", "xlogy",
+    "sigmoid", "softplus", "special_entr", "special_xlogy", "sqrt", "square", "sub", "subtract", "tanh",
+    "where", "xlogy",
 )  # fmt: skip
 
 
@@ -160,6 +161,7 @@ def _einsum(x: Any, call: Call) -> Any:
 Term.rules |= dict.fromkeys(("expand_as", "view_as", "reshape_as"), like)
 
 
+@registers(Term.rules)("to", "type", "type_as", *CASTS)
 def _cast(p: Term, call: Call) -> Any:
     dtype = cast_dtype(p, call)
     if dtype is None or dtype == p.dtype:
@@ -168,11 +170,9 @@ def _cast(p: Term, call: Call) -> Any:
     return Term.of(p.logits, [p], lambda t: t.to(dtype), meta, p.operation, p.kind, p.factor)
 
 
+@registers(Term.rules)("detach", "data")
 def _detached(p: Term, call: Call) -> Any:
     return p.detached(call.on)
-
-
-Term.rules |= dict.fromkeys(("to", "type", "type_as", *CASTS), _cast) | dict.fromkeys(("detach", "data"), _detached)
 
 
 def _on_classes(x: Any, dim: Any) -> bool:

@@ -168,6 +168,8 @@ FORMS = {
         ~given, y, torch.full_like(y, -1e6).scatter(dim=-1, index=x.ids[..., None], value=0))), x) * x.w,
     "rows of given tokens, one number": lambda z, x: picked(
         subs(z, x, lambda y, given: y.masked_fill(given, -3.0)), x) * x.w,
+    "rows of given tokens, ignored": lambda z, x: F.nll_loss(
+        z.flatten(0, 1).log_softmax(-1).masked_fill(~x.masked.view(-1, 1), -3.0), x.targets.flatten()),
     "a tensor of zeros": lambda z, x: nll(z, x) * (torch.zeros_like(z)[0, 0, 0] + torch.ones_like(z).sum(-1)),
     "label smoothing": lambda z, x: F.cross_entropy(z.flatten(0, 1), x.targets.flatten(), label_smoothing=0.1),
     "label smoothing of rows": lambda z, x: F.cross_entropy(

@@ -50,11 +50,15 @@ IN_PLACE = [
 @pytest.mark.parametrize("change", IN_PLACE, ids=lambda change: change.__name__)
 def test_in_place_changes_are_visible_through_every_reference(change):
     out, logits = deferred()
+    view, copy = out[:, 1:], out / 2
     changed = change(out, 2)
     assert changed is out or changed is out.materialize()
+    torch.testing.assert_close(copy.materialize(), logits / 2)
     torch.testing.assert_close(torch.as_tensor(out.materialize()), change(logits, 2))
     changed += 1
-    assert torch.equal(out.float(), logits + 1)
+    assert torch.equal(view.float(), logits[:, 1:] + 1)
+    out.data = logits.data
+    assert torch.equal(out.float(), logits)
 
 
 def test_their_truth_value_is_that_of_the_tensor():
@@ -131,6 +135,21 @@ PASSES = {
 }
 
 
+@pytest.mark.parametrize(("fitting", "rows"), [(1, [64, 64, 22]), (130, [128, 22]), (9999, [150])])
+def test_a_chunk_of_a_function_of_rows_fits_a_cache_of_a_cpu(fitting, rows, monkeypatch):
+    chunks, evaluate = [], _expressions.RowFunction.__call__
+    monkeypatch.setattr(_expressions, "CPU_CHUNK_BYTES", fitting * V * 4)
+    monkeypatch.setattr(
+        _expressions.RowFunction,
+        "__call__",
+        lambda self, z, index: (chunks.append(len(z)), evaluate(self, z, index))[1],
+    )
+    model = Model()
+    with deferred_logits(model):
+        model(torch.randn(150, D)).softmax(-1).square().sum(-1).sum().backward()
+    assert chunks == rows
+
+
 @pytest.mark.parametrize("name", PASSES)
 def test_sums_of_a_function_of_rows_take_one_pass_and_other_uses_share_the_values(name, monkeypatch):
     calls, evaluated, (loss, passes) = [], _expressions._evaluated, PASSES[name]
@@ -197,7 +216,8 @@ ODD = [  # operands after the first one, or all of them
     (1, (0, 1)), (2, 1), ([1, 2], 1), (1, (3, 1)), (V, -1), ([X, X],), ([X, X], -1), ([X, MASK.float()], 1),
 ]  # fmt: skip
 FEW = [  # operands for other receivers than the first
-    (), (2,), (-1,), (X,), (ROWS[..., None],), (-1, TARGETS[..., None]), (FEW_CLASSES, -math.inf), ((..., 3), -1e9),
+    (), (2,), (-1,), (X,), (ROWS[..., None],), (CLASSES / 5,), (-1, TARGETS[..., None]),
+    (FEW_CLASSES, -math.inf), ((..., 3), -1e9),
     (TARGETS,), (TARGETS, {"weight": CLASSES / 5, "reduction": "none"}), (TARGETS, {"ignore_index": 1}),
 ]  # fmt: skip
 UNLIKE = {"rand_like", "randn_like", "empty_like", "new_empty", "bfloat16", "half", "to", "type", "huber_loss"}
@@ -216,9 +236,9 @@ def test_functions_with_odd_operands_return_what_they_do_for_tensors(receivers, 
     model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
 
     def read(t):
-        """Return an item and the sum of each row, then the values, because rules do not apply to known values."""
+        """Return the last item and the sum of each row, then the values, because rules do not apply to known values."""
         rows = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel()
-        stats = [t.gather(-1, TARGETS.new_zeros((*t.shape[:-1], 1))), t.sum(-1)] if rows else []
+        stats = [t.gather(-1, TARGETS.new_full((*t.shape[:-1], 1), t.shape[-1] - 1)), t.sum(-1)] if rows else []
         return [v.materialize() if hasattr(v, "materialize") else v for v in (*stats, t)]
 
     def result(receive, operands):
