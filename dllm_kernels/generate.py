@@ -261,7 +261,7 @@ def diffusion_generate(
     groups = calls.groups_of(model)
     if cfg_scale:
         inputs = {name: _doubled(value, B) for name, value in inputs.items()}
-    in_prompt = F.pad(prompt != mask, (0, max_new_tokens), value=False)
+    in_prompt = F.pad(prompt != mask, (0, max_new_tokens))
 
     def call_model() -> Any:
         ids = tokens.ids.clone()  # because a model may modify its inputs, or keep them and compare later ones to them

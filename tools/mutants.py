@@ -522,18 +522,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--count", type=int, default=220, help="number of mutants (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of the choice of mutants")
     add("-j", "--jobs", type=int, default=os.cpu_count(), help="number of mutants tested at the same time")
-    add(
-        "--out",
-        type=Path,
-        default=Path("mutants.jsonl"),
-        help="results, one line per mutant; these are not tested again",
-    )
-    add(
-        "--calls",
-        type=Path,
-        default=Path("mutants-calls.jsonl"),
-        help="the lines that each test executes; only changed files of tests are recorded again",
-    )
+    add("--out", type=Path, default=Path("mutants.jsonl"), help="results, one line per mutant; these are not repeated")
+    add("--calls", type=Path, default=Path("mutants-calls.jsonl"), help="the lines that each test executes")
     add("--tests", nargs="+", default=JUDGES, help="patterns of files of tests (default: JUDGES)")
     add("--root", type=Path, default=ROOT, help="source tree to mutate")
     return parser.parse_args(argv)

@@ -61,10 +61,7 @@ class _WeightingSetting:
     def __get__(self, loss: Any, owner: type | None = None) -> Any:
         if loss is None:
             return self.compute
-        name = loss._weighting
-        if not isinstance(name, str):
-            return name
-        weighting = _Weighting(name)
+        weighting = _Weighting(loss._weighting)
         weighting.compute = self.compute.__get__(loss)
         return weighting
 

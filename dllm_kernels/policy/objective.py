@@ -279,7 +279,7 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
         return loss
 
     if torch.compiler.is_compiling():  # torch.autograd.grad would break the graph
-        gradient: Tensor = torch.func.grad(checked)(log_probs.detach())
+        gradient: Tensor = torch.func.grad(checked)(log_probs.detach().clone())
         return -gradient.detach()
     with own_graph(), torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()

@@ -546,6 +546,10 @@ def test_a_row_of_packing_beside_labels_of_one_dimension(packing):
     one = {"seq_idx": torch.tensor([0] * 5 + [1] * 6), "cu_seqlens": torch.tensor([0, 5, S])}[packing]
     flat, row = (mtp_loss(MaskedCrossEntropy(), hidden, labels, model, **{packing: t}) for t in (one, one[None]))
     torch.testing.assert_close(flat, row)
+    both = [h.expand(2, -1, -1) for h in hidden]
+    torch.testing.assert_close(
+        mtp_loss(MaskedCrossEntropy(), both, labels.expand(2, -1), model, **{packing: one}), 2 * row
+    )
 
 
 def test_seq_idx_tail():

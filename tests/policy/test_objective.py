@@ -308,8 +308,10 @@ def test_weights_give_the_exact_gradient_of_a_sequence_objective_view_by_view():
         torch.testing.assert_close(found, expected)
 
 
-def test_weights_of_a_square_by_hand():
+@pytest.mark.parametrize("compiling", [False, True])
+def test_weights_of_a_square_by_hand(compiling, monkeypatch):
     """With f = (l_1 + 2 l_2)^2 at (1, -1), -df/dl = (2, 4)."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     log_probs = torch.tensor([1.0, -1.0], requires_grad=True)
     weights = nll_weights(lambda x: (x @ torch.tensor([1.0, 2.0])) ** 2, log_probs)
     assert weights.tolist() == [2.0, 4.0]
