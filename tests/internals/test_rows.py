@@ -79,6 +79,8 @@ def test_every_backward_pass_raises_if_it_is_differentiated():
 def test_a_chunk_has_at_least_one_row_and_whole_tiles():
     assert _active_rows.choose_chunk(10_000, 1000, 64, True, 132, ROOM) % 128 == 0
     assert _active_rows.choose_chunk(0, 1000, 64, True, None, ROOM) >= 1
+    chunks = [_active_rows.choose_chunk(rows, 1000, 64, True, None, ROOM) for rows in (600, 10 * 512)]
+    assert chunks == [384, 512]  # on a CPU, of equal size
 
 
 @pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])

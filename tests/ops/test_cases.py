@@ -65,14 +65,12 @@ def test_the_results_that_a_case_names_are_differentiable(kind, case):
     assert {name for name, t in out.items() if t.requires_grad} == set(case.differentiable)
 
 
-@pytest.mark.covering(3, most=2)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["stored", "frozen", "low rank"])
+@pytest.mark.parametrize("kind", ["stored", "low rank"])
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=name_of)
-def test_gradients_of_every_dtype(case, kind, dtype, backend):
+def test_gradients_of_float16(case, kind, backend):
     """Shapes and dtypes of all that the custom ops return are compared with their specs, see ``check_specs``."""
     source, r = Source(kind, backend, chunk_size=4), Rows.drawn(2, 3, V=11, device=DEVICE)
-    leaves = [leaf.requires_grad_() for leaf in source.leaves((2, 3), 11, dtype, size=1.0)]
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((2, 3), 11, torch.float16, size=1.0)]
     case.total(source.argument(*leaves), r, **case.accepted(backend=backend)).backward()
     for leaf in leaves:
         assert leaf.grad.isfinite().all()

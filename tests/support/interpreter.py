@@ -13,12 +13,14 @@ With other sources, the original interpreter is used.
 Accesses are checked (``check_accesses``).
 """
 
+import bisect
 import builtins
 import dataclasses
 import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import sys
 import types
 from contextlib import contextmanager
@@ -263,7 +265,7 @@ def check_accesses(builder):
     if "create_masked_load" in vars(builder):
         return  # installed already
     load, store, execute = builder.create_masked_load, builder.create_masked_store, GridExecutor.__call__
-    starts = ends = np.zeros(1, np.uint64)  # addresses of the tensors, in order, and behind them
+    starts = ends = (0,)  # addresses of the tensors, in order, and behind them
 
     def launch(self, *args, **options):
         nonlocal starts, ends
@@ -272,23 +274,28 @@ def check_accesses(builder):
             if isinstance(t, torch.Tensor) and t.numel():
                 last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
                 spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
-        starts, ends = np.array(sorted(spans), np.uint64).T
-        ends = np.maximum.accumulate(ends)  # a tensor may be a part of another one
+        starts, ends = zip(*sorted(spans), strict=True)
+        ends = [*itertools.accumulate(ends, max)]  # a tensor may be a part of another one
         execute(self, *args, **options)
 
     def check(ptrs, mask):
-        dtype = triton_interpreter._get_np_dtype(ptrs.get_element_ty())
-        at = ptrs.data[mask.data]
-        if (at + np.uint64(dtype.itemsize) > ends[np.searchsorted(starts, at, "right") - 1]).any():
-            raise IndexError("a kernel accesses memory outside of its tensors")
-        return dtype
+        at, size = ptrs.data[mask.data], triton_interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize
+        if at.size and int(at.max()) + size > ends[bisect.bisect(starts, int(at.min())) - 1]:  # of several tensors
+            inside = [address + size <= ends[bisect.bisect(starts, address) - 1] for address in at.ravel().tolist()]
+            if not all(inside):
+                raise IndexError("a kernel accesses memory outside of its tensors")
+
+    @functools.cache
+    def any_values(shape, dtype):
+        values = [7, np.nan] if dtype.kind == "f" else [1, True if dtype.kind == "b" else np.iinfo(dtype).max, 1]
+        return np.resize(np.array(values, dtype), shape)
 
     def checked_load(ptrs, mask, other, *options, **keywords):
-        dtype = check(ptrs, mask)
+        check(ptrs, mask)
         if other is None:
-            values = [7, np.nan] if dtype.kind == "f" else [1, True if dtype.kind == "b" else np.iinfo(dtype).max, 1]
-            lanes = np.resize(np.array(values, dtype), ptrs.data.shape)
-            other = triton_interpreter.TensorHandle(lanes, ptrs.get_element_ty())
+            kind = ptrs.get_element_ty()
+            lanes = any_values(ptrs.data.shape, triton_interpreter._get_np_dtype(kind))
+            other = triton_interpreter.TensorHandle(lanes, kind)
         return load(ptrs, mask, other, *options, **keywords)
 
     def checked_store(ptrs, value, mask, *options, **keywords):

@@ -241,7 +241,7 @@ def _corrupt_topk(
         at_least = (level > 0).to(tl.int32)
         key = _position_keys(draw, supervised, 0, level, rate, EXACT, BLOCK)
     else:
-        length = tl.where(b < B, _length(block, sizes), 0)
+        length = _length(block, sizes)
         if rate_ptr is not None:
             rate = tl.load(rate_ptr + b, mask=b < B)
         key = _position_keys(draw, i < length, 0, level, rate, EXACT, BLOCK)
