@@ -33,7 +33,7 @@ EVERY_CASE = {
 # that ``check`` adds.
 EXHAUSTIVE = {
     (2, "special_row_statistics[-inf in one shard]"), (2, "tp_divergence[lk, mean]"),
-    (2, "tp_divergence_of_logits[kl]"), (4, "special_rows_of_a_divergence"), (4, "tp_linear_sample[transformed]"),
+    (2, "tp_divergence_of_logits[kl]"), (2, "special_rows_of_a_divergence"), (4, "tp_linear_sample[transformed]"),
     (4, "a_rank_without_columns[row_stats]"), (4, "every_rank_copies_the_same_pieces_of_the_teacher"),
     (2, "tp_extra_in_every_dtype_and_through_the_kernels"), (2, "tp_kernels[dflash]"),
     (2, "inside_a_compiled_step[hidden states]"), (2, "a_compiled_hybrid_loss_of_two_slices"),
@@ -51,7 +51,7 @@ EVERY_DAY = {
         "split_rows_of_a_divergence[kl]", "tp_divergence[all others]", "layouts_that_cannot_be_served",
         "linear_sample_that_cannot_be_served", "extra_that_cannot_be_served", "sums_of_bad_input", "counts_over_ranks",
         "gradient_divide_factor_of_a_parameter_without_a_module", "rollouts_of_trl_end_together",
-        "metrics_of_a_smaller_vocabulary", "special_rows_of_a_divergence", "special_row_statistics[inf]",
+        "metrics_of_a_smaller_vocabulary", "special_row_statistics[inf]",
         "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]",
         "fsdp_soft_embedding", "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts",
         "targets_and_masks_as_dtensors[distillation]",
@@ -59,7 +59,8 @@ EVERY_DAY = {
     },
     4: {
         "data_parallel[hybrid]", "fsdp_over_tensor_parallel[MTP]", "tp_soft_embedding[softcap scale skip_id]",
-        "special_row_statistics[targets at the edges]",
+        "special_row_statistics[targets at the edges]", "special_rows_of_a_divergence",
+        "layouts_that_cannot_be_served_in_two_dimensions",
     },
 }  # fmt: skip
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.

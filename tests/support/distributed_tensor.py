@@ -656,11 +656,10 @@ def layouts_that_cannot_be_served_in_two_dimensions():
     mesh, y = mesh_of("dp", "tp"), torch.zeros(B, L, dtype=torch.long)
     twice = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2), Shard(2)])
     raises(ValueError, "one mesh dimension", ops.token_nll, twice, y)
-    places = [Replicate(), _StridedShard(2, split_factor=2)]
-    strided = DTensor.from_local(
-        torch.zeros(B, L, 4), mesh, places, run_check=False, shape=(B, L, 8), stride=(8 * L, 8, 1)
-    )
-    raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
+    for d in (0, 1, 2):
+        places, local = [Replicate(), _StridedShard(d, split_factor=2)], torch.zeros(B, L, 8).chunk(2, d)[0]
+        strided = DTensor.from_local(local, mesh, places, run_check=False, shape=(B, L, 8), stride=(8 * L, 8, 1))
+        raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
     places = [Replicate(), _StridedShard(0, split_factor=2)]
     strided = DTensor.from_local(torch.zeros(4, D), mesh, places, run_check=False, shape=(8, D), stride=(D, 1))
     raises(ValueError, "weight must be split by Shard", ops.linear_token_nll, torch.zeros(B, L, D), strided, y)
