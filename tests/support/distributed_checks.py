@@ -54,13 +54,14 @@ EVERY_DAY = {
         "metrics_of_a_smaller_vocabulary", "special_row_statistics[inf]",
         "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]",
         "fsdp_soft_embedding", "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts",
-        "targets_and_masks_as_dtensors[distillation]",
+        "targets_and_masks_as_dtensors[distillation]", "a_mesh_dimension_of_one_rank",
+        "split_rows_of_hidden[token_nll]",
         "a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary",
     },
     4: {
         "data_parallel[hybrid]", "fsdp_over_tensor_parallel[MTP]", "tp_soft_embedding[softcap scale skip_id]",
         "special_row_statistics[targets at the edges]", "special_rows_of_a_divergence",
-        "layouts_that_cannot_be_served_in_two_dimensions",
+        "layouts_that_cannot_be_served_in_two_dimensions", "a_replicated_head_is_scattered_before_it_is_summed",
     },
 }  # fmt: skip
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.
