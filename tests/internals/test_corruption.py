@@ -115,6 +115,11 @@ def test_a_generator_of_another_device_is_rejected():
         _seeds.resolve_seed(torch.device("cpu"), 2, Elsewhere(), None)
 
 
+def test_the_buffer_of_a_drawn_seed_is_reused():
+    first, second = (_seeds.resolve_seed(torch.device("cpu"), 2, None, None) for _ in range(2))
+    assert first is second
+
+
 @triton.jit
 def _fine_uniforms(draws_ptr, out_ptr):
     at = tl.arange(0, 4)

@@ -41,7 +41,8 @@ EXHAUSTIVE = {
     *((4, f"{check_of}[token_nll, softcap scale skip_id]")
       for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary", "a_rank_without_columns")),
 }  # fmt: skip
-# Checks of the everyday half: about one per way of communication. The others run with the exhaustive tests.
+# Checks of the everyday half: about one per way of communication, and fast ones that execute every other line of
+# distributed/. The others run with the exhaustive tests.
 EVERY_DAY = {
     2: {
         "data_parallel[token_nll]", "backward_of_split_logits_sends_nothing", "fsdp_other_ways[MTP]",
@@ -51,11 +52,10 @@ EVERY_DAY = {
         "split_rows_of_a_divergence[kl]", "tp_divergence[all others]", "layouts_that_cannot_be_served",
         "linear_sample_that_cannot_be_served", "extra_that_cannot_be_served", "sums_of_bad_input", "counts_over_ranks",
         "gradient_divide_factor_of_a_parameter_without_a_module", "rollouts_of_trl_end_together",
-        "metrics_of_a_smaller_vocabulary", "special_row_statistics[inf]",
+        "metrics_of_a_smaller_vocabulary", "a_mesh_dimension_of_one_rank", "split_rows_of_hidden[token_nll]",
         "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]",
         "fsdp_soft_embedding", "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts",
-        "targets_and_masks_as_dtensors[distillation]", "a_mesh_dimension_of_one_rank",
-        "split_rows_of_hidden[token_nll]",
+        "targets_and_masks_as_dtensors[token_nll]",
         "a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary",
     },
     4: {
