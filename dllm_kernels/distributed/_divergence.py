@@ -49,7 +49,7 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
         acceptance, rate = (t.masked_fill(pairs.out_of_range, math.nan) for t in (acceptance, rate))
     flags = _flags(shard, program, y, teacher_argmax, log_mass, acceptance.dtype)
     if (target_flag := flags["target_flag"]) is not None:
-        at_target = torch.where(target_flag != 0, at_target * target_flag, 0.0)
+        at_target = at_target * target_flag
     n = RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
     value = program.rows(feature_sums, n, weight)[0]
     saved = SavedStats(program.saved_stats(norms, acceptance, feature_sums), teacher_argmax)

@@ -196,10 +196,10 @@ class _Sum(torch.autograd.Function):
 
 
 def _all_reduced(t: Tensor, groups: Groups) -> Tensor:
-    total = t.clone(memory_format=torch.contiguous_format) if groups else t.view_as(t)
     for group in groups:
-        dist.all_reduce(total, group=group)
-    return total
+        t = t.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(t, group=group)
+    return t
 
 
 class _LocalPiece(torch.autograd.Function):

@@ -231,8 +231,7 @@ class _Gather(torch.autograd.Function):
         placements: list[Placement] = [Replicate() if d is None else Shard(d) for d in splits]
         ctx.weight_layout = (weight.device_mesh, weight.placements, weight.shape, weight.stride())
         ctx.dtype, ctx.factor = weight.dtype, _divide_factor(weight, mesh.size())
-        stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        ctx.mesh, ctx.placements, ctx.piece = mesh, placements, (shape, stride)
+        ctx.mesh, ctx.placements, ctx.piece = mesh, placements, (shape, torch.empty(shape, device="meta").stride())
         piece = as_dtensor(weight.to_local().to(dtype), mesh, placements, *ctx.piece)
         return piece.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
 

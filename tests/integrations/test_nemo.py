@@ -945,7 +945,9 @@ def no_pair(case):
 
 
 PAIRED = pairs(PAIRS, no_pair)
-WITHOUT_PEFT = [n for n, case in enumerate(PAIRED) if not case["head"].startswith(("trained", "LoRA"))]
+OF_DEPTHS = {case["head"]: n for n, case in enumerate(PAIRED) if case["function"] == "calculate_mtp_loss"}
+OTHERS = [n for n, case in enumerate(PAIRED) if not case["head"].startswith(("trained", "LoRA"))]
+DAILY = [*OTHERS, OF_DEPTHS["LoRA"], OF_DEPTHS["trained rows alone"]]
 
 
 def model_of_pairs(head):
@@ -972,7 +974,7 @@ def model_of_pairs(head):
     return model
 
 
-@pytest.mark.parametrize("number", every_time(WITHOUT_PEFT, range(len(PAIRED))))
+@pytest.mark.parametrize("number", every_time(DAILY, range(len(PAIRED))))
 def test_pairs_of_features_of_the_losses(strategy, number):
     chosen = PAIRED[number]
     torch.manual_seed(number)

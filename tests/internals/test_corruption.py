@@ -115,6 +115,26 @@ def test_a_generator_of_another_device_is_rejected():
         _seeds.resolve_seed(torch.device("cpu"), 2, Elsewhere(), None)
 
 
+@pytest.mark.parametrize(
+    ("block_size", "lengths", "folded"),
+    [(4, [4, 4, 4], (2, 3, 4)), (6, [6, 6], (2, 2, 6)), (1, [1] * 12, (2, 12, 1)), (5, [5, 5, 2], (2, 12)), (20, [12], (2, 12)),
+     (None, [12], (2, 12))],
+)  # fmt: skip
+def test_blocks_of_equal_length_are_folded(block_size, lengths, folded):
+    """Others are repeated per position, which is slower."""
+    grid = ops.Grid.of(torch.empty(2, 12), block_size)
+    assert (grid.lengths, grid.fold(torch.empty(2, 12)).shape) == (lengths, folded)
+    for per_block in (torch.rand(2, grid.blocks), torch.rand(2, 1)):
+        per_position = grid.expand_to_positions(per_block).expand(folded).reshape(2, 12)
+        assert torch.equal(per_position, per_block.expand(2, grid.blocks).repeat_interleave(torch.tensor(lengths), 1))
+    assert grid.expand_to_positions(torch.rand(2, grid.blocks)).numel() <= 2 * (grid.blocks if len(folded) > 2 else 12)
+
+
+def test_the_buffer_of_a_drawn_seed_is_reused():
+    first, second = (_seeds.resolve_seed(torch.device("cpu"), 2, None, None) for _ in range(2))
+    assert first is second
+
+
 @triton.jit
 def _fine_uniforms(draws_ptr, out_ptr):
     at = tl.arange(0, 4)

@@ -33,7 +33,7 @@ EVERY_CASE = {
 # that ``check`` adds.
 EXHAUSTIVE = {
     (2, "special_row_statistics[-inf in one shard]"), (2, "tp_divergence[lk, mean]"),
-    (2, "tp_divergence_of_logits[kl]"), (4, "special_rows_of_a_divergence"), (4, "tp_linear_sample[transformed]"),
+    (2, "tp_divergence_of_logits[kl]"), (2, "special_rows_of_a_divergence"), (4, "tp_linear_sample[transformed]"),
     (4, "a_rank_without_columns[row_stats]"), (4, "every_rank_copies_the_same_pieces_of_the_teacher"),
     (2, "tp_extra_in_every_dtype_and_through_the_kernels"), (2, "tp_kernels[dflash]"),
     (2, "inside_a_compiled_step[hidden states]"), (2, "a_compiled_hybrid_loss_of_two_slices"),
@@ -41,7 +41,8 @@ EXHAUSTIVE = {
     *((4, f"{check_of}[token_nll, softcap scale skip_id]")
       for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary", "a_rank_without_columns")),
 }  # fmt: skip
-# Checks of the everyday half: about one per way of communication. The others run with the exhaustive tests.
+# Checks of the everyday half: about one per way of communication, and fast ones that execute every other line of
+# distributed/. The others run with the exhaustive tests.
 EVERY_DAY = {
     2: {
         "data_parallel[token_nll]", "backward_of_split_logits_sends_nothing", "fsdp_other_ways[MTP]",
@@ -51,15 +52,16 @@ EVERY_DAY = {
         "split_rows_of_a_divergence[kl]", "tp_divergence[all others]", "layouts_that_cannot_be_served",
         "linear_sample_that_cannot_be_served", "extra_that_cannot_be_served", "sums_of_bad_input", "counts_over_ranks",
         "gradient_divide_factor_of_a_parameter_without_a_module", "rollouts_of_trl_end_together",
-        "metrics_of_a_smaller_vocabulary", "special_rows_of_a_divergence", "special_row_statistics[inf]",
+        "metrics_of_a_smaller_vocabulary", "a_mesh_dimension_of_one_rank", "split_rows_of_hidden[token_nll]",
         "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]",
         "fsdp_soft_embedding", "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts",
-        "targets_and_masks_as_dtensors[distillation]",
+        "targets_and_masks_as_dtensors[token_nll]",
         "a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary",
     },
     4: {
         "data_parallel[hybrid]", "fsdp_over_tensor_parallel[MTP]", "tp_soft_embedding[softcap scale skip_id]",
-        "special_row_statistics[targets at the edges]",
+        "special_row_statistics[targets at the edges]", "special_rows_of_a_divergence",
+        "layouts_that_cannot_be_served_in_two_dimensions", "a_replicated_head_is_scattered_before_it_is_summed",
     },
 }  # fmt: skip
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.

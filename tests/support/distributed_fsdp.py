@@ -649,3 +649,14 @@ def fsdp_second_derivative():
         (g,) = torch.autograd.grad(value, weight, create_graph=True)
         total = value + g.to_local().square().sum()
         raises(RuntimeError, "no second derivative", torch.autograd.grad, total, [hidden])
+
+
+@check(4)
+def a_replicated_head_is_scattered_before_it_is_summed():
+    """The replicas of a shard all-reduce the shard only."""
+    weight = distribute_tensor(torch.randn(20, D), mesh_of("replicate", "shard"), [Replicate(), Shard(0)])
+    full = gather_head(weight.requires_grad_(), torch.zeros(1, D))
+    with Sent() as sent:
+        full.sum().backward()
+    assert [call[:2] for call in sent.calls] == [("reduce_scatter", (20, D)), ("all_reduce", (10, D))]
+    close(weight.grad, torch.ones(20, D))

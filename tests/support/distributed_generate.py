@@ -60,6 +60,11 @@ def every_call(model):
     return [int(n) for n in calls]
 
 
+def partitioned(model):
+    model.body.weight.ds_process_group = dist.group.WORLD  # as DeepSpeed ZeRO-3 does
+    return model
+
+
 WRAPPED = {f.__name__: f for f in (sharded, in_ddp, by_fsdp1)}
 
 
@@ -131,5 +136,7 @@ def rollouts_of_trl_end_together():
     short, long = (completions(copy.deepcopy(model), r, None) for r in range(2))
     eos = short[0][0]
     assert not any(eos in row for row in long)
-    assert completions(sharded(model), rank, eos) == ([[eos]] if rank == 0 else long)
-    assert len(set(every_call(model))) == 1
+    for wrapped in (sharded, in_ddp, by_fsdp1, partitioned):
+        own = wrapped(copy.deepcopy(model))
+        assert completions(own, rank, eos) == ([[eos]] if rank == 0 else long)
+        assert len(set(every_call(own))) == 1

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -201,12 +202,12 @@ def split_rows_of_logits(name):
 def split_rows_of_hidden(name):
     """Every rank has the whole head.
 
-    Hidden states are split along the sequence, or not (tensor parallel without a split).
+    Hidden states are split along the sequence or their features, or not (tensor parallel without a split).
 
     The gradient of the head is summed over ranks that have different rows, and not if all ranks have equal rows.
     """
     case, inputs, mesh = set_up(name, "tp")
-    for rows in (Shard(1), Replicate()):
+    for rows in (Shard(1), Shard(2), Replicate()):
         hidden_parity(case, inputs, over(mesh, rows), over(mesh, Replicate()))
 
 
@@ -651,16 +652,24 @@ def layouts_that_cannot_be_served():
     raises(IndexError, "(0, 0)", ops.token_nll, logits, y + V, check_targets=True)
 
 
+@check(2)
+def a_mesh_dimension_of_one_rank():
+    """It splits nothing, so that its place among the mesh dimensions does not matter."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "fsdp"))
+    hidden, w, y = torch.randn(B, L, D), torch.randn(V, D), torch.randint(0, V, (B, L))
+    head = distribute_tensor(w, mesh, [Shard(0), Shard(0)])
+    close(ops.linear_token_nll(hidden, head, y).nll, ops.linear_token_nll(hidden, w, y).nll)
+
+
 @check(4)
 def layouts_that_cannot_be_served_in_two_dimensions():
     mesh, y = mesh_of("dp", "tp"), torch.zeros(B, L, dtype=torch.long)
     twice = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2), Shard(2)])
     raises(ValueError, "one mesh dimension", ops.token_nll, twice, y)
-    places = [Replicate(), _StridedShard(2, split_factor=2)]
-    strided = DTensor.from_local(
-        torch.zeros(B, L, 4), mesh, places, run_check=False, shape=(B, L, 8), stride=(8 * L, 8, 1)
-    )
-    raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
+    for d in (0, 1, 2):
+        places, local = [Replicate(), _StridedShard(d, split_factor=2)], torch.zeros(B, L, 8).chunk(2, d)[0]
+        strided = DTensor.from_local(local, mesh, places, run_check=False, shape=(B, L, 8), stride=(8 * L, 8, 1))
+        raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
     places = [Replicate(), _StridedShard(0, split_factor=2)]
     strided = DTensor.from_local(torch.zeros(4, D), mesh, places, run_check=False, shape=(8, D), stride=(D, 1))
     raises(ValueError, "weight must be split by Shard", ops.linear_token_nll, torch.zeros(B, L, D), strided, y)
