@@ -212,6 +212,7 @@ PROGRAMS = {
     "input by name": lambda m, x: torch.log_softmax(dim=-1, input=m(x.noisy)).gather(-1, x.ids[..., None]).mean(),
     "other by name": lambda m, x: torch.mul(x.masked, other=x.nll(m)).sum(),
     "a NumPy factor": lambda m, x: F.cross_entropy((np.sqrt(2.0) * m(x.noisy)).transpose(1, 2), x.ids),
+    "large factors": lambda m, x: F.cross_entropy((m(x.noisy) * 1e10 * -1e10 / 1e20).transpose(1, 2), x.ids),
     "type by name": lambda m, x: m(x.noisy).type("torch.DoubleTensor").square().mean(),
     "a constant product": without_gradients(lambda nll: nll * 0.1),
     "a sum with a constant": lambda m, x: (lambda nll: (nll + torch.no_grad()(torch.mul)(nll, 2)).mean())(x.nll(m)),
@@ -368,7 +369,7 @@ TOGETHER = {
         *(lambda p: (p, p.log_prob(x.ids)))(torch.distributions.Categorical(logits=z))
     ),
     "log-probabilities from an unused logsumexp": lambda z, x: (
-        lambda lse: nll_loss_of(z - lse, x)
+        lambda lse: picked(z - lse, x).exp().sum()
     )(z.logsumexp(-1, keepdim=True)),
     "log-probabilities from the logsumexp": lambda z, x: (
         lambda lse: nll_loss_of(z - lse, x) + lse.square().mean() / 3

@@ -78,6 +78,8 @@ def test_an_operation_that_changes_nothing_returns_the_same_object():
     assert lse.flatten(0, 0) is lse
     loss = nn.functional.cross_entropy(out.flatten(0, -2), torch.zeros(6, dtype=torch.int64, device=DEVICE))
     assert loss.to(loss.dtype) is loss
+    assert out.detach_() is out
+    assert not out.requires_grad
 
 
 class Adapted(nn.Linear):
@@ -194,7 +196,7 @@ ROWS, FEW_CLASSES = TARGETS.float(), torch.arange(V, device=DEVICE) < 2
 
 
 def nll(z):
-    return F.cross_entropy(z.flatten(0, 1), TARGETS.flatten(), reduction="none").view(2, 3)
+    return F.cross_entropy(z.mT, TARGETS, reduction="none")
 
 
 RECEIVERS = {
@@ -206,7 +208,8 @@ RECEIVERS = {
         lambda z: z.log_softmax(-1).masked_fill(ROWS[..., None] < 2, -3.0),
     ]),
     "NLL": (DeferredNLL, [
-        nll, lambda z: nll(z) * ROWS, lambda z: nll(z) + 1, lambda z: nll(z).sum(-1, keepdim=True),
+        nll, lambda z: nll(z).mT.mT, lambda z: nll(z) * ROWS, lambda z: nll(z) + 1,
+        lambda z: nll(z).sum(-1, keepdim=True),
         lambda z: nll(z).nan_to_num(), lambda z: z.softmax(-1).square().sum(-1),
     ]),
     "probabilities": (Term, [
