@@ -259,7 +259,7 @@ def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
     if isinstance(value, ConstantRows) and value.ids is None and value.dtype == x.dtype:
         value = value.fill
     elif type(value) is Tensor and value.dim() == 0 and not value.requires_grad and readable_without_sync(value):
-        value = value.item() if value.is_floating_point() else value
+        value = value.item()
     classes = _of_classes(x, mask) if _plain_classes(x) else None
     chosen = [] if classes is None else classes.nonzero().flatten().tolist()
     changes = (_skipping(x, chosen[0], value) if len(chosen) == 1 else None) or _filling(x, classes, value)

@@ -500,6 +500,13 @@ UNFUSED = {
     "log-probabilities of rows": lambda z, x: (
         lambda y: (y.__setitem__(x.masked, -1e6), y.__setitem__((x.masked, x.ids[x.masked]), 0.0), y[:, 1:].sum())[2]
     )(z - z.logsumexp(-1, keepdim=True)),
+    "rows of a mask of inference mode": lambda z, x: (
+        z.sum()
+        + torch.no_grad()(
+            lambda y: (y.__setitem__(torch.inference_mode()(torch.logical_not)(x.masked), -1e6), y.sum())[1]
+        )(z.detach().log_softmax(-1))
+    ),
+    "two dtypes": lambda z, x: (z + z.double()).logsumexp(-1).sum(),
     "a slice of classes": lambda z, x: z[..., :5].sum() + z[..., 7].sum(),
     "a view across classes": lambda z, x: z.reshape(B, L * V).sum(1).mean(),
     "a sort": lambda z, x: z.sort(-1).values[..., :3].sum() + z.kthvalue(2, -1).values.sum(),
@@ -565,6 +572,7 @@ METADATA = {
     "no row": lambda z: z[:0].view(-1, V).shape, "none": lambda z: z[None, ..., None, 0, :].shape,
     "a list": lambda z: z[[1, 0]][:, [0, 2, 1]].shape, "separate": lambda z: z[:, None, [0, 1]].shape,
     "type": lambda z: z.type(torch.bfloat16).dtype,
+    "terms": lambda z: (lambda p: [t.dtype for t in (p * 2, p / 2, -p, p.log2())])(z.bfloat16().softmax(-1)),
     "one of a dimension": lambda z: [
         t.logsumexp(dim).shape
         for y, d, dim in ((z, 0, -1), (z, 1, -1), (z.mT, -1, 1), (z.mT, 0, 0))

@@ -156,7 +156,7 @@ FORMS = {
     "padded classes": lambda z, x: nll(put(z, (slice(None), slice(None), slice(V - 3, None)), -torch.inf), x),
     "padded classes, lowest": lambda z, x: nll(put(z, (..., slice(V - 3, None)), torch.finfo(z.dtype).min), x),
     "a mask of classes": lambda z, x: (lambda y: y.softmax(-1).max(-1).values + picked(y.log_softmax(-1), x))(
-        z.masked_fill(torch.arange(V, device=z.device) > V - 4, -torch.inf)) * x.w,
+        z.masked_fill(torch.arange(V, device=z.device) > V - 4, torch.tensor(-torch.inf))) * x.w,
     "a mask of classes, where": lambda z, x: (lambda y: y.logsumexp(-1) * Categorical(logits=y).entropy())(
         torch.where(torch.arange(V, device=z.device) < V - 2, z, -1e9)) * x.w,
     "a mask of classes, a tensor": lambda z, x: nll(torch.where(

@@ -212,8 +212,10 @@ PROGRAMS = {
     "input by name": lambda m, x: torch.log_softmax(dim=-1, input=m(x.noisy)).gather(-1, x.ids[..., None]).mean(),
     "other by name": lambda m, x: torch.mul(x.masked, other=x.nll(m)).sum(),
     "a NumPy factor": lambda m, x: F.cross_entropy((np.sqrt(2.0) * m(x.noisy)).transpose(1, 2), x.ids),
+    "large factors": lambda m, x: F.cross_entropy((m(x.noisy) * 1e10 * -1e10 / 1e20).transpose(1, 2), x.ids),
     "type by name": lambda m, x: m(x.noisy).type("torch.DoubleTensor").square().mean(),
     "a constant product": without_gradients(lambda nll: nll * 0.1),
+    "a sum with a constant": lambda m, x: (lambda nll: (nll + torch.no_grad()(torch.mul)(nll, 2)).mean())(x.nll(m)),
     "a constant quotient": without_gradients(lambda nll: nll / torch.full((L,), 8.0, device=nll.device)),
     "a constant negative": without_gradients(lambda nll: -nll),
     "a constant clone": without_gradients(lambda nll: nll.clone() * 0.1),
@@ -279,6 +281,7 @@ AFFINE = {
     "a factor of a sum": lambda nll, x: torch.add(x.weights, nll, alpha=2).mean() + torch.rsub(nll, 1, alpha=2).sum(),
     "sums over dimensions": lambda nll, x: (nll.view(B, 2, 3).sum(-1) * x.weights[:, :2]).sum(0).div(3).sum(),
     "a kept dimension": lambda nll, x: (nll.sum(0, keepdim=True)[:, 1:] * x.weights[:1, 1:]).mean(),
+    "sums of sums with numbers": lambda nll, x: ((nll + 1) + (nll * x.weights - x.weights) + (nll - 2)).sum(),
     "sums of sums": lambda nll, x: (nll.sum(-1) / x.masked.sum(-1) + x.weights[:, 0]).unsqueeze(0).mean(1).sum(),
     "in place": in_place_sum,
 }  # fmt: skip
@@ -351,6 +354,11 @@ TOGETHER = {
         lambda nll, certainty: (torch.exp(nll.detach() - nll) - certainty).mean()
     )(nll_of_rows(z, x), entropy(z)),
     "three": three,
+    "spellings of the entropy": lambda z, x: (lambda p: sum(i * rows for i, rows in enumerate([
+        terms.sum(-1) for terms in (
+            torch.special.entr(p), torch.xlogy(p, p), torch.special.xlogy(p, p), p * p.log2(), p.log10() * p,
+            p * (p + 1e-10).log(), p * p.clamp(min=1e-12).log(), -2 * p * z.log_softmax(-1) / 3,
+        )], 1)).mean())(z.softmax(-1)),
     "a weighted sum beside a logsumexp": lambda z, x: (
         lambda lse, nll: (nll * x.masked).sum(1).mean() + lse.exp().mean()
     )(z.logsumexp(-1), nll_of_rows(z, x)),
@@ -360,6 +368,9 @@ TOGETHER = {
     "a distribution": lambda z, x: (lambda p, log_p: (p.entropy() - log_p.exp()).mean())(
         *(lambda p: (p, p.log_prob(x.ids)))(torch.distributions.Categorical(logits=z))
     ),
+    "log-probabilities from an unused logsumexp": lambda z, x: (
+        lambda lse: picked(z - lse, x).exp().sum()
+    )(z.logsumexp(-1, keepdim=True)),
     "log-probabilities from the logsumexp": lambda z, x: (
         lambda lse: nll_loss_of(z - lse, x) + lse.square().mean() / 3
     )(z.logsumexp(-1, keepdim=True)),
@@ -379,8 +390,10 @@ def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatc
     if "from" not in name:
         monkeypatch.setattr("dllm_kernels.ops.token_nll", None)
         monkeypatch.setattr("dllm_kernels.ops.weighted_nll", None)
+        monkeypatch.setattr("dllm_kernels.deferred._nll.weighted_rows", None)
+        monkeypatch.setattr("dllm_kernels.deferred._nll.row_values", None)
     assert_same(lambda model, x: TOGETHER[name](model(x.noisy), x))
-    assert len(calls) == 1
+    assert len(calls) == ("unused" not in name)
 
 
 # Adapters of one head ---------------------------------------------------------------------------------------------

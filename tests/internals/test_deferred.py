@@ -16,6 +16,7 @@ from dllm_kernels.deferred._head import deferred_logits
 from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.deferred._nll import DeferredNLL
 from dllm_kernels.deferred._pending import DeferredStat
+from dllm_kernels.deferred._term_rules import Stack
 from dllm_kernels.deferred._terms import Term
 from tests.conftest import DEVICE
 
@@ -77,6 +78,8 @@ def test_an_operation_that_changes_nothing_returns_the_same_object():
     assert lse.flatten(0, 0) is lse
     loss = nn.functional.cross_entropy(out.flatten(0, -2), torch.zeros(6, dtype=torch.int64, device=DEVICE))
     assert loss.to(loss.dtype) is loss
+    assert out.detach_() is out
+    assert not out.requires_grad
 
 
 class Adapted(nn.Linear):
@@ -160,13 +163,40 @@ def test_sums_of_a_function_of_rows_take_one_pass_and_other_uses_share_the_value
     assert len(calls) == passes
 
 
+REFUSED = {
+    "a class": lambda z: z[..., V],
+    "a class that is set": lambda z: z.__setitem__((..., -V - 1), -torch.inf),
+    "three indices of two dimensions": lambda z: z[0, 0, 0, 0],
+    "a dimension": lambda z: z.logsumexp(3),
+    "a dimension of an NLL": lambda z: nll(z).sum(2),
+    "a product of other sizes": lambda z: nll(z) @ torch.ones(1, device=DEVICE),
+    "targets of other rows": lambda z: F.cross_entropy(z.mT, TARGETS[:, :2]),
+    "class weights of other classes": lambda z: F.cross_entropy(z.mT, TARGETS, weight=torch.ones(2, device=DEVICE)),
+    "class weights with a gradient": lambda z: F.cross_entropy(z.mT, TARGETS, weight=z[0, 0].detach().requires_grad_()),
+    "ids of more rows": lambda z: z.gather(-1, TARGETS.repeat(2, 1)[..., None]),
+    "top of too many": lambda z: z.topk(V + 1),
+    "a leaf in place": lambda z: z.detach().requires_grad_().add_(1),
+    "a square of another size": lambda z: F.kl_div(z, z[0]) + F.mse_loss(z, z[..., :2]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused(name):
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    errors = RuntimeError, IndexError, NotImplementedError, ValueError
+    with pytest.raises(errors):
+        REFUSED[name](model(hidden))
+    with pytest.raises(errors), deferred_logits(model):
+        REFUSED[name](model(hidden)).materialize()
+
+
 TARGETS = torch.tensor([[0, 1, 6], [2, 3, 4]], device=DEVICE)
 X, MASK, CLASSES = "itself", torch.ones(2, 3, V, device=DEVICE) > 0, torch.arange(V, device=DEVICE)
 ROWS, FEW_CLASSES = TARGETS.float(), torch.arange(V, device=DEVICE) < 2
 
 
 def nll(z):
-    return F.cross_entropy(z.flatten(0, 1), TARGETS.flatten(), reduction="none").view(2, 3)
+    return F.cross_entropy(z.mT, TARGETS, reduction="none")
 
 
 RECEIVERS = {
@@ -178,13 +208,16 @@ RECEIVERS = {
         lambda z: z.log_softmax(-1).masked_fill(ROWS[..., None] < 2, -3.0),
     ]),
     "NLL": (DeferredNLL, [
-        nll, lambda z: nll(z) * ROWS, lambda z: nll(z) + 1, lambda z: nll(z).sum(-1, keepdim=True),
+        nll, lambda z: nll(z).mT.mT, lambda z: nll(z) * ROWS, lambda z: nll(z) + 1,
+        lambda z: nll(z).sum(-1, keepdim=True),
         lambda z: nll(z).nan_to_num(), lambda z: z.softmax(-1).square().sum(-1),
     ]),
     "probabilities": (Term, [
         lambda z: z.softmax(-1), torch.exp, lambda z: z.softmax(-1).log2() * 2, lambda z: z.mT.softmax(1),
         lambda z: z.softmax(-1) * z.log_softmax(-1), lambda z: z.softmax(-1) + 1e-10, torch.square,
+        lambda z: z.masked_fill(CLASSES == 2, -torch.inf).softmax(-1), lambda z: z.exp().sqrt().sum(-1, keepdim=True),
     ]),
+    "mixture": (Stack, [lambda z: torch.stack([z.softmax(-1), MASK.float()])]),
     "statistic": (DeferredStat, [
         lambda z: z.logsumexp(-1), lambda z: z.logsumexp(-1, keepdim=True), lambda z: z.exp().sum(-1, keepdim=True),
         lambda z: z.max(-1, keepdim=True).values, lambda z: z.gather(-1, TARGETS[..., None])[..., 0],
@@ -208,59 +241,88 @@ ODD = [  # operands after the first one, or all of them
     ((..., 3), -math.inf), ((..., -2), -1e6), ((..., True), -math.inf), ((0, ..., 3), -math.inf), ((..., 3), True),
     ((..., [0, 1]), -math.inf), ((..., FEW_CLASSES), -1e9), ((..., TARGETS[0]), -1e9), ((..., slice(5, None)), -1e9),
     (..., -math.inf), ((..., ...), -math.inf), ((TARGETS < 2, TARGETS[TARGETS < 2]), 0.0), ((..., 3), ROWS),
+    (TARGETS[:, 0] < 2, 0.5),
     (FEW_CLASSES, -math.inf), (FEW_CLASSES, torch.tensor(-1e9)), (FEW_CLASSES[None], X, -math.inf), (CLASSES < 0, -1e9),
     (FEW_CLASSES, -math.inf, X), (FEW_CLASSES.int(), X, -math.inf), (CLASSES >= 0, -1e9), (FEW_CLASSES, 0.5),
     # dimensions and sizes
     (-1, -3, 2), (-1, torch.tensor(1), 2), (0, torch.tensor([1, 0])), (-1, torch.tensor([1, 0])), (2, -1, False),
     (-1, torch.float64), (2, torch.float32), ((0, -1),), (-1, False, torch.float64), ((2, 2, 3, V),), (6, V), (1, 1),
     (1, (0, 1)), (2, 1), ([1, 2], 1), (1, (3, 1)), (V, -1), ([X, X],), ([X, X], -1), ([X, MASK.float()], 1),
+    (-1, TARGETS[:, :2, None]), (MASK.float()[None],), (X, X, {"alpha": 2}), (X, X, {"alpha": 1e30}),
+    # losses
+    (MASK.float(), {"reduction": "sum"}), (MASK.float(), {"reduction": "batchmean"}),
+    (MASK.float(), {"size_average": False}),
 ]  # fmt: skip
-FEW = [  # operands for other receivers than the first
-    (), (2,), (-1,), (X,), (ROWS[..., None],), (CLASSES / 5,), (-1, TARGETS[..., None]),
-    (FEW_CLASSES, -math.inf), ((..., 3), -1e9),
-    (TARGETS,), (TARGETS, {"weight": CLASSES / 5, "reduction": "none"}), (TARGETS, {"ignore_index": 1}),
-]  # fmt: skip
-UNLIKE = {"rand_like", "randn_like", "empty_like", "new_empty", "bfloat16", "half", "to", "type", "huber_loss"}
-# random, rounded, a number is a dtype, or the backward refuses other dtypes
+FEW = {  # operands for other receivers than the first
+    "logits": [
+        (), (2,), (-1,), (X,), (ROWS[..., None],), (CLASSES / 5,), (-1, TARGETS[..., None]), ((..., slice(1, 4)),),
+        (FEW_CLASSES, -math.inf), ((..., 3), -1e9), (TARGETS[..., None] < 2, 0.5), (TARGETS < 2, -9),
+        ((TARGETS < 2, TARGETS[TARGETS < 2]), 0.0), (TARGETS, {"weight": CLASSES / 5, "reduction": "none"}),
+        (TARGETS, {"ignore_index": 1}), (TARGETS, {"weight": nn.Parameter(CLASSES / 5, False)}),
+        (TARGETS, {"label_smoothing": 0.1, "reduction": "sum"}), (TARGETS, {"size_average": False}),
+        (MASK.mT / V, {"label_smoothing": 0.1}), (MASK.mT / V, {"reduction": "sum"}),
+    ],
+    "NLL": [(), (2,), (-1,), (X,), (ROWS,), (TARGETS < 2, 0.5)],
+    "probabilities": [(), (2,), (-1,), (X,), (-1, TARGETS[..., None])],
+    "statistic": [(), (2,), (-1,), (..., None)],
+    "constant": [(-1, TARGETS[..., None], 2.0), (MASK, X, 1.0)],
+    "class": [(2,)],
+}  # fmt: skip
+# Random, rounded, a number is a dtype, the backward refuses other dtypes; or another name of the same rules.
+UNLIKE = {
+    "rand_like", "randn_like", "empty_like", "new_empty", "bfloat16", "half", "to", "type", "huber_loss", "subtract",
+    "clamp_", "clamp_max_", "clamp_min_", "exp_", "log_", "mul_", "sub_", "special_expit", "moveaxis", "swapdims",
+    "clamp_min", "concatenate", "ravel",
+}  # fmt: skip
+
+
+def names_of(rules):
+    """Return the first and the last name of each rule."""
+    return sorted(
+        {name for items in (rules.items(), reversed(rules.items())) for name in {r: n for n, r in items}.values()}
+    )
+
+
 CALLS = [
-    pytest.param(receivers, function, id=f"{kind}-{name}")
+    pytest.param(kind, receivers, function, id=f"{kind}-{name}")
     for kind, (deferred_type, receivers) in RECEIVERS.items()
-    for name in {rule: name for name, rule in deferred_type.rules.items() if name not in UNLIKE}.values()
+    for name in names_of(deferred_type.rules)
+    if name not in UNLIKE
     if (function := next(filter(callable, (getattr(place, name, None) for place in (torch.Tensor, torch, F))), None))
 ]
 
 
-@pytest.mark.parametrize(("receivers", "function"), CALLS)
-def test_functions_with_odd_operands_return_what_they_do_for_tensors(receivers, function):
+@pytest.mark.parametrize(("kind", "receivers", "function"), CALLS)
+def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind, receivers, function):
     """One function of each rule. What torch refuses may be refused later, when the values are computed."""
-    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    plain, model, hidden = Model().to(DEVICE), Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
 
     def read(t):
-        """Return the last item and the sum of each row, then the values, because rules do not apply to known values."""
+        """Return the last item or the sum of each row, then the values, because rules do not apply to known values."""
         rows = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 1 and t.numel()
-        stats = [t.gather(-1, TARGETS.new_full((*t.shape[:-1], 1), t.shape[-1] - 1)), t.sum(-1)] if rows else []
+        last = TARGETS.new_full((*t.shape[:-1], 1), t.shape[-1] - 1) if rows else None
+        stats = [t.gather(-1, last) if kind == "logits" else t.sum(-1)] if rows else []
         return [v.materialize() if hasattr(v, "materialize") else v for v in (*stats, t)]
 
-    def result(receive, operands):
+    def result(model, receive, operands):
         x = receive(model(hidden))
         args = [[x if i is X else i for i in o] if isinstance(o, list) else x if o is X else o for o in operands]
         args = [o.clone() if isinstance(o, torch.Tensor) and o is not x else o for o in args]
         named = args.pop() if args and isinstance(args[-1], dict) else {}
         value = function(*args, **named)
         if value is NotImplemented:
-            return [NotImplemented]
-        return tree_map(read, [value] if function.__name__.strip("_") == function.__name__ else [value, x])
+            return value
+        return tree_map(read, x if value is None or value is x else value)  # of __setitem__, or in place
 
-    for receive, operands in [(r, o) for i, r in enumerate(receivers) for o in (FEW if i else ODD)]:
-        whole = any(o is X for o in operands[1:]) or (operands and isinstance(operands[0], list))
-        operands = operands if whole else (X, *operands)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with deferred_logits(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for receive, operands in [(r, o) for i, r in enumerate(receivers) for o in (FEW[kind] if i else ODD)]:
+            whole = any(o is X for o in operands[1:]) or (operands and isinstance(operands[0], list))
+            operands = operands if whole else (X, *operands)
             try:
-                expected = result(receive, operands)
+                expected = result(plain, receive, operands)
             except Exception:
                 continue
-            if expected[0] is not NotImplemented:
-                with deferred_logits(model):
-                    found = result(receive, operands)
+            if expected is not NotImplemented:
+                found = result(model, receive, operands)
                 torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
