@@ -165,7 +165,11 @@ def test_the_bits_of_a_uniform(first, count):
 # Code paths
 
 
-@pytest.mark.parametrize("routine", [*ROUTINES.values(), *OTHERS.values()], ids=[*ROUTINES, *OTHERS])
+@pytest.mark.parametrize(
+    "routine",
+    [*ROUTINES.values(), *OTHERS.values(), lambda ids, mask, **o: gumbel_topk_mask(mask.float(), 2, **o)],
+    ids=[*ROUTINES, *OTHERS, "gumbel_topk_mask"],
+)
 def test_the_requested_backend_runs(routine, monkeypatch, device):
     ids, loss_mask, seeds = batch(2, 9, device)
     for name in ("corruption", "gumbel_topk"):

@@ -78,9 +78,14 @@ def test_gradients_of_float16(case, kind, backend):
 
 
 @pytest.mark.parametrize("case", [case for case in OP_CASES if case.oracle], ids=name_of)
-def test_the_oracle_of_a_case_has_its_results(case):
-    logits, r = torch.randn(2, 3, 11, dtype=torch.float64, device=DEVICE), Rows.drawn(2, 3, V=11, device=DEVICE)
-    torch.testing.assert_close(case.values(case(logits, r)), case.oracle(logits, r), check_dtype=False)
+def test_the_oracle_of_a_case_has_its_results(case, backend):
+    """From logits; further results from hidden states are equal, also if one pass computes gradients, too."""
+    source, r = Source("low rank", backend, chunk_size=4), Rows.drawn(2, 3, V=11, device=DEVICE)
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((2, 3), 11, torch.float64)]
+    logits = source.logits(*leaves)
+    out = case(logits, r, backend=backend)
+    torch.testing.assert_close(case.values(out), case.oracle(logits, r), check_dtype=False)
+    torch.testing.assert_close(results(case(source.argument(*leaves), r, backend=backend)), results(out))
 
 
 @pytest.mark.covering(1, most=2)
@@ -126,6 +131,64 @@ def test_no_active_row(kind, case, bound, backend):
         values = case.values(out)
         grads = torch.autograd.grad(values, leaves, [torch.full_like(t, torch.inf) for t in values])
         assert all(grad.eq(0).all() for grad in grads)
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("kind", "case"), COUNTED, ids=name_of)
+def test_inactive_rows_are_not_read(kind, case, dtype, backend):
+    """Logits or hidden states may be NaN and ids impossible. Results and gradients are 0, and ids are -100."""
+    (leaves, r), found = drawn(kind), []
+    idle = r.ids.flatten().argsort().view(2, 3) % 3 == 0
+    r = Rows(r.ids, (~idle).to(dtype), r.positive * ~idle, r.positive)
+    for spoilt in (False, True):
+        if spoilt:
+            r.ids[idle] = 10**9 // 5 * 5
+            Source(kind).spoil(leaves, idle)
+        out = called(kind, case, leaves, r, backend=backend)
+        grads = torch.autograd.grad([t.sum() for t in case.values(out)], leaves) if case.differentiable else ()
+        found.append((results(out), grads))
+    torch.testing.assert_close(*found)
+    for t in (*found[1][0].values(), *grads[:1]):
+        assert t.dim() == 0 or t[idle].eq(-100 if t.dtype == torch.int64 else 0).all()
+
+
+def apart(t):
+    """Return a copy whose entries are apart in memory."""
+    return torch.stack([t.detach()] * 2, -1)[..., 0]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
+def test_any_leading_shape_and_strides(kind, case, backend):
+    """All rows are active, so that nothing is copied. Upstream gradients have strides, too."""
+    source = Source("low rank" if kind == "head" else kind, backend)
+
+    def run(leaves, r, laid_out):
+        leaves = [laid_out(leaf.detach()).requires_grad_() for leaf in leaves]
+        out = case(source.argument(*leaves), r.map(laid_out), backend=backend)
+        values = case.values(out)
+        upstream = [laid_out(torch.linspace(0.5, 2, t.numel(), device=DEVICE).view(t.shape)) for t in values]
+        return [*results(out).values(), *(torch.autograd.grad(values, leaves, upstream) if values else ())]
+
+    for shape in ((2, 1, 3), ()):
+        leaves, r = source.leaves(shape, 11), Rows.drawn(*shape, V=11, device=DEVICE)
+        r = Rows.of(r.ids, r.ids >= 0, r.positive)
+        flat = [leaf.reshape(-1, leaf.shape[-1]) if i in (0, 3) else leaf for i, leaf in enumerate(leaves)]
+        expected = run(flat, r.map(lambda t: t.reshape(-1)), torch.clone)
+        for got, want in zip(run(leaves, r, apart), expected, strict=True):
+            torch.testing.assert_close(got, want.view(got.shape))
+
+
+@pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
+def test_autocast(kind, case):
+    """A head casts its operands as ``torch.nn.functional.linear`` does; stored logits are used as they are."""
+    source, r = Source("low rank" if kind == "head" else kind), Rows.drawn(2, 3, V=11, device=DEVICE)
+    narrow = source.leaves((2, 3), 11, torch.bfloat16)
+    wide = [leaf.float() for leaf in narrow]
+    expected = results(case(source.argument(*(wide if kind == "stored" else narrow)), r))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        torch.testing.assert_close(results(case(source.argument(*wide), r)), expected, check_dtype=False)
 
 
 # Of sums from a head, whose gradients are computed in the forward pass.

@@ -436,26 +436,6 @@ def test_memory_of_two_chunks(dtype):
     assert 2 * chunk * V * h.element_size() < peak < whole / 4, (peak, whole)
 
 
-def test_autocast_of_a_low_rank_part_on_a_shared_head():
-    """The part is cast like the head."""
-    h, t, w, u, U = (torch.randn(shape, device=DEVICE) for shape in ((R, D), (R, D), (V, D), (R, 2), (V, 2)))
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        out = linear_divergence(h, w, t, teacher_extra=(u, U), backend="torch")
-    h, t, w, u, U = (x.bfloat16() for x in (h, t, w, u, U))
-    torch.testing.assert_close(out.loss, linear_divergence(h, w, t, teacher_extra=(u, U), backend="torch").loss)
-
-
-def test_autocast():
-    """Autocast converts a float32 student and a bfloat16 head as it does for F.linear."""
-    h, th = (torch.randn(5, D, device=DEVICE) for _ in range(2))
-    w = torch.randn(V, D, device=DEVICE, dtype=torch.bfloat16)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        out = linear_divergence(h.requires_grad_(), w, th, backend="torch")
-    want = linear_divergence(h.detach().bfloat16(), w, th.bfloat16(), backend="torch")
-    torch.testing.assert_close(out.value, want.value)
-    assert torch.autograd.grad(out.loss, h)[0].dtype == torch.float32
-
-
 LAYOUTS = {
     "positions sliced": lambda: (torch.randn(2, 6, V)[:, :-1], torch.randn(2, 6, V)[:, 1:]),
     "transposed": lambda: (torch.randn(5, 2, V).transpose(0, 1), torch.randn(2, 5, V)),

@@ -131,12 +131,6 @@ def test_masks_of_any_dtype_are_equivalent(kind):
     assert torch.equal(dpace_weights(q, (mask != 0).to(kind)), dpace_weights(q, (mask != 0).float()))
 
 
-def test_no_gradient_goes_through_the_weights():
-    q, mask = draw((2, 5))
-    weights = dpace_weights(q.requires_grad_(), mask.requires_grad_())
-    assert not weights.requires_grad
-
-
 @pytest.mark.everyday(1)
 @variants
 def test_compiled(variant):

@@ -1,7 +1,6 @@
 """Choosing k of D: equal sets from kernel, torch path, host path and reference; counts, ties, edges, errors."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -52,15 +51,6 @@ def test_kernel_and_torch_choose_the_same_from_a_seed(N, D, source, device):
         return gumbel_topk_mask(log_w, k, generator=torch.Generator().manual_seed(1), backend=backend)
 
     assert same(run("triton"), run("torch"))
-
-
-@pytest.mark.parametrize("choose", [gumbel_topk_mask, corruption.batched_gumbel_topk, corruption.gumbel_topk])
-def test_the_requested_backend_runs(choose, monkeypatch, device):
-    log_w = torch.zeros(*[2, 5][choose is corruption.gumbel_topk :], device=device)
-    monkeypatch.setitem(sys.modules, "dllm_kernels.backends.triton.gumbel_topk", None)
-    assert choose(log_w, 2, backend="torch").sum(-1).eq(2).all()
-    with pytest.raises(ImportError, match="gumbel_topk"):
-        choose(log_w, 2, backend="triton")
 
 
 def test_the_longest_row():

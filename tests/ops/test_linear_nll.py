@@ -13,11 +13,9 @@ from tests.conftest import DEVICE
 from tests.support.inputs import Source
 from tests.support.parity import (
     assert_as_good_as_plain,
-    assert_close_with_grads,
     assert_parity,
     largest_error,
     reduction_sizes,
-    same,
     value_and_grads,
 )
 from tests.support.rows import HEAD_PATHS, on_head_path
@@ -45,32 +43,6 @@ def loss_of(targets, weights, **options):
 
 def oracle(targets, weights):
     return lambda h, w, b: reference.weighted_linear_nll(h, w, targets, weights, b)
-
-
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3), (0,)])
-def test_any_leading_shape_and_strides(shape, path):
-    source = Source("low rank", path)
-    hidden, u = (torch.randn(*shape, 2 * n, device=DEVICE)[..., ::2] for n in (5, 3))
-    weight, second = (torch.randn(n, 11, device=DEVICE).t() for n in (5, 3))  # columns: not contiguous
-    leaves = [hidden, weight, torch.randn(11, device=DEVICE), u, second]
-    targets, weights = torch.randint(0, 11, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
-    assert_close_with_grads(
-        lambda *x: weighted_nll(source.argument(*x), targets, weights, backend=path).loss,
-        lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
-        leaves,
-        torch.tensor(2.0),
-    )
-    logits = source.logits(*leaves)
-    targets.view(-1)[: targets.numel() // 2] = logits.argmax(-1).view(-1)[: targets.numel() // 2]
-    for requires_grad in (False, True):  # with a gradient, one pass over a chunk computes all results
-        leaf = hidden.detach().requires_grad_(requires_grad)
-        options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": path}
-        rows = weighted_nll(source.argument(leaf, *leaves[1:]), targets, weights, **options)
-        torch.testing.assert_close(rows.nll, reference.token_nll(logits, targets))
-        torch.testing.assert_close(rows.lse, reference.token_lse(logits))
-        assert same(rows.correct, reference.argmax_match(logits, targets), "correct")
-        assert same(rows.ids, reference.predicted_ids(logits), "ids")
 
 
 class OperationLog(TorchDispatchMode):
@@ -246,22 +218,6 @@ def test_an_infinite_bias_bans_a_token(path):
     for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(1.0)) for f in functions), strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize("layout", ["every second", "expanded"])
-def test_weights_of_any_stride(layout, path):
-    """With all rows active, nothing is compacted, so the weights reach the kernel without a copy."""
-    leaves, targets, _ = inputs()
-    targets = targets.clamp(min=0)
-    weights = torch.rand(2 * len(targets), device=DEVICE)[::2] + 0.1
-    if layout == "expanded":
-        weights = weights[:1].expand(len(targets))
-    runs = (
-        value_and_grads(loss_of(targets, w, backend=path), leaves, torch.tensor(1.0))
-        for w in (weights, weights.contiguous())
-    )
-    assert all(torch.equal(strided, dense) for strided, dense in zip(*runs, strict=True))
 
 
 @pytest.mark.everyday(1)

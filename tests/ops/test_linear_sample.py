@@ -9,7 +9,6 @@ import re
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from dllm_kernels import linear_sample, token_log_probs
@@ -321,20 +320,6 @@ def test_log_probs_are_those_of_token_log_probs(backend):
     assert_equal_but_for_contraction(got.entropy, expected.entropy, backend)
 
 
-@pytest.mark.everyday(3)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3), (0,), (2, 0)])
-def test_any_leading_shape_and_strides(shape, backend):
-    (_, w, _), _ = draw()
-    h = torch.randint(-1, 2, (*shape, 2 * D), device=DEVICE).float()[..., ::2]
-    seed = torch.tensor(3, device=DEVICE)
-    got = linear_sample(h, w.t().contiguous().t(), seeds=seed, return_top=2, backend=backend)
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    u = uniforms(torch.full(shape, 3), numbers, V).to(DEVICE)
-    exact = reference.linear_sample(h, w, u, return_top=2)
-    assert same(got.ids, exact[0], "ids")
-    assert (got.ids.shape, got.top_ids.shape) == (shape, (*shape, 2))
-
-
 @pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("temperature", [0, 1.0])
@@ -374,27 +359,6 @@ def test_a_skipped_column_is_never_chosen(backend):
         assert (got.top_log_probs[..., -1] == -INF).all()
 
 
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("num_active", [None, 8, 9])
-def test_inactive_rows_cost_nothing(num_active, path):
-    (h, w, b), seeds = draw()
-    active = (torch.arange(B * L, device=DEVICE) % 3 != 0).view(B, L)
-    expected = linear_sample(h, w, bias=b, seeds=seeds, return_top=2)
-    h[~active] = NAN
-    options = {"bias": b, "seeds": seeds, "chunk_size": 3, "return_top": 2, "active": active, "backend": path}
-    with FlopCounterMode(display=False) as counter:
-        got = linear_sample(h, w, num_active=num_active, **options)
-    assert counter.get_total_flops() == 2 * (num_active or 8) * V * D  # one product
-    for ours, whole in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours[active], whole[active])
-        assert (ours[~active] == (-100 if ours.dtype == torch.int64 else 0)).all()
-    lost = linear_sample(h, w, num_active=7, **options)
-    assert lost.log_probs.isnan().all()
-    assert torch.equal(lost.ids == -100, ~active)
-    assert ((lost.ids == 0) | ~active).all()
-
-
 def test_a_second_part_of_the_head(backend):
     (h, w, b), seeds = draw(torch.float64)
     extra = (torch.randint(-1, 2, s, device=DEVICE).double() for s in ((B, L, 3), (V, 3)))
@@ -415,14 +379,6 @@ def test_float32_logits_of_16_bit_operands(backend):
     got = linear_sample(h, w, seeds=seeds, logits_dtype=torch.float32, backend=backend)
     assert same(got.ids, exact[0], "ids")
     torch.testing.assert_close(got.log_probs, exact[1])
-
-
-def test_autocast():
-    (h, w, _), seeds = draw()
-    narrow = linear_sample(h.bfloat16(), w.bfloat16(), seeds=seeds)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        wide = linear_sample(h, w.bfloat16(), seeds=seeds)
-    assert all(torch.equal(a, b) for a, b in zip(narrow[:3], wide[:3], strict=True))
 
 
 def test_bad_input():

@@ -293,17 +293,6 @@ def test_rows_around_a_transform(steps, dtype, path):
     judge_special_rows(around_a_transform(53, 17, 200.0 if "softcap" in steps else 4.0), dtype, path, **steps)
 
 
-def test_inactive_rows_are_not_read(source):
-    leaves = source.leaves((9,), 37)
-    ids, arguments = options((9,), 37, 2)
-    active = arguments["active"]
-    source.spoil(leaves, ~active)
-    ours = run(pair(source)[0], leaves, ids=ids, **arguments)
-    want = run(lambda *x, **o: reference.row_stats(source.logits(*x, active=active), **o), leaves, ids=ids, **arguments)
-    torch.testing.assert_close(ours, want)
-    assert all(t.isfinite().all() for t in ours.values())
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_ids_out_of_range_give_nan_in_their_entries(path):
     logits = torch.randn(5, 37, device=DEVICE, requires_grad=True)

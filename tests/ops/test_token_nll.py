@@ -193,31 +193,6 @@ def test_low_precision_with_infinities(dtype, backend):
     )
 
 
-@pytest.mark.covering(1, most=1)  # both backends receive targets in which inactive rows are -100
-@pytest.mark.parametrize("mask", ["bool", "int64", "uint8", "float16", "bfloat16", "float32", "float64"])
-def test_inactive_rows_are_not_read_and_get_zeros(mask, path):
-    logits, targets = inputs((2, 5))
-    active = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], device=DEVICE)
-    targets[0, 1] = 10**9
-    logits[active == 0] = NAN
-    active = active.bool() if mask == "bool" else active.to(getattr(torch, mask))
-    if active.is_floating_point():
-        active = active / 4
-    logits.requires_grad_()
-    out = token_nll(logits, targets, active=active, with_lse=True, with_correct=True, with_ids=True, backend=path)
-    out.nll.sum().backward()
-    idle = active == 0
-    assert same(out.ids, reference.predicted_ids(logits.detach(), active), "ids")
-    assert out.ids[idle].eq(-100).all()
-    assert out.nll[idle].eq(0).all()
-    assert out.lse[idle].eq(0).all()
-    assert not out.correct[idle].any()
-    assert logits.grad[idle].eq(0).all()
-    torch.testing.assert_close(out.nll, reference.token_nll(logits, targets, active=active))
-    torch.testing.assert_close(out.lse, reference.token_lse(logits, (active != 0) & (targets != -100)))
-    assert logits.grad[~idle].isfinite().all()
-
-
 def test_the_nll_of_a_certain_target_is_positive_zero(path):
     """A negative zero would be printed as -0.0."""
     nll = token_nll(torch.zeros(3, 1, device=DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE), backend=path).nll
@@ -314,32 +289,6 @@ def test_outputs_that_are_not_requested_are_none(source):
         assert out.lse is None
         assert out.correct is None
         assert out.ids is None
-    x = source.argument(*(leaf.requires_grad_() for leaf in source.leaves((9,), 37)))
-    rows = weighted_nll(x, targets, weights, with_lse=True, with_correct=True, with_ids=True, **options)
-    assert rows.ids.dtype == torch.int64
-    assert not rows.nll.requires_grad
-    assert not rows.lse.requires_grad
-    assert rows.correct.dtype == torch.bool
-    assert rows.loss.dim() == 0
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["random", "expanded", "strided", "zero", "transposed"])
-def test_any_upstream_gradient_per_row(kind, source):
-    leaves, targets = source.leaves((3, 4), 37), targets_like((3, 4))
-    upstream = {
-        "random": torch.randn(3, 4),
-        "expanded": torch.tensor(-0.37).expand(3, 4),
-        "strided": torch.randn(3, 8)[:, ::2],
-        "zero": torch.zeros(3, 4),
-        "transposed": torch.randn(4, 3).t(),
-    }[kind].to(DEVICE)
-    assert_close_with_grads(
-        lambda *x: token_nll(source.argument(*x), targets, backend=source.backend).nll,
-        lambda *x: reference.token_nll(source.logits(*x), targets),
-        leaves,
-        upstream,
-    )
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -576,13 +525,6 @@ def test_inplace_backward_accepts_every_layout_without_overlap(kind):
     (grad,) = torch.autograd.grad(token_nll(z, targets, inplace_backward=True).nll, z, upstream)
     assert torch.equal(grad, expected)
     assert torch.equal(z.detach(), grad)
-
-
-def test_autocast_changes_nothing(backend):
-    logits, targets = inputs()
-    expected = token_nll(logits, targets, backend=backend).nll
-    with torch.autocast(DEVICE, torch.bfloat16):
-        assert torch.equal(token_nll(logits, targets, backend=backend).nll, expected)
 
 
 @pytest.mark.gpu
