@@ -298,7 +298,7 @@ def _as_list(name: str, tensors: Any) -> list[Any]:
 def _extra_of_depths(extra: Extra | None, outputs: list[Logits]) -> list[Extra | None]:
     """Return the low-rank part of the head for each depth, with rows laid out like the depth's output."""
     u, second = _checks.checked_pair("extra", extra, "(u, U)")
-    if u is None or second is None:
+    if u is None:
         return [None] * len(outputs)
     if u.shape[:1] != (len(outputs),):
         raise ValueError(

@@ -369,6 +369,9 @@ def test_fp32_upcast_false_rounds_each_token():
     assert not torch.equal(exact, rounded)
     assert torch.equal(exact.bfloat16().float(), rounded)
     assert torch.equal(MaskedCrossEntropy(fp32_upcast=False)(logits, labels), rounded.sum())
+    beyond = torch.tensor([6e4, -6e4, -torch.inf], dtype=torch.float16).expand(1, 2, 3)  # NLLs of 1.2e5 and of inf
+    none = MaskedCrossEntropy(fp32_upcast=False, reduction="none")(beyond, torch.tensor([[1, 2]]))
+    assert none.flatten().tolist() == [torch.inf, torch.inf]
 
 
 class ByParameter(nn.Module):

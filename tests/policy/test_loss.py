@@ -1,5 +1,6 @@
 """The policy loss in both forms, compared with the oracle; its products, metrics, normalizations, memory and errors."""
 
+import dataclasses
 import math
 from dataclasses import replace
 from functools import partial
@@ -689,6 +690,10 @@ def test_settings_are_checked_at_each_call():
         policy_loss(torch.zeros(1, B, L, V), ids, views, old, advantages)
 
 
+OF_LEVELS = policy_views(torch.zeros(B, L, dtype=torch.long), S, MASK, "elbo", num=3, level=0.5)
+OF_LEVELS = dataclasses.replace(OF_LEVELS, weights=OF_LEVELS.weights.clone().requires_grad_())
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -716,6 +721,7 @@ def test_settings_are_checked_at_each_call():
         ),
         ({"old": S.long()}, ValueError, "old must have dtype float16"),
         ({"old": S.clone().requires_grad_()}, ValueError, "old must not require a gradient"),
+        ({"views": OF_LEVELS}, ValueError, r"views\.weights must not require a gradient"),
         ({"advantages": None}, TypeError, "advantages must be a torch.Tensor, got NoneType"),
         (
             {"advantages": torch.zeros(L)},
