@@ -166,7 +166,6 @@ GOOD = {
     ),
     "sample": lambda **kw: sample_level(**({"B": 3} | kw)),
 }
-META = torch.zeros(2, device="meta")
 SHAPES = r"level must have shape \(2,\) or \(2, 1\) or "
 
 
@@ -186,10 +185,6 @@ SHAPES = r"level must have shape \(2,\) or \(2, 1\) or "
             "uniform", {"segment_ids": IDS[:1]}, ValueError,
             r"segment_ids must have shape \(2, 8\) \(that of input_ids\), got",
         ),
-        (
-            "uniform", {"segment_ids": IDS.to("meta")}, ValueError,
-            "segment_ids must be on cpu like input_ids, got meta",
-        ),
         ("uniform", {"block_size": 2, "level": LOSS}, ValueError, rf"{SHAPES}\(2, 4\), got \(2, 8\)"),
         ("uniform", {"segment_ids": IDS, "level": LOSS[:, :2]}, ValueError, rf"{SHAPES}\(2, 8\), got"),
         (
@@ -202,7 +197,6 @@ SHAPES = r"level must have shape \(2,\) or \(2, 1\) or "
             "mix", {"uniform_prob": torch.ones(2, 2)}, ValueError,
             r"uniform_prob must have shape \(2,\) or \(2, 1\), got",
         ),
-        ("mix", {"mask_prob": META}, ValueError, "mask_prob must be on cpu like input_ids, got meta"),
         ("mix", {"check": 1}, TypeError, "check must be a bool, got int"),
         *(
             ("mix", {name: torch.tensor(values)}, ValueError, rf"^{name} must lie in \[0, 1\], got values from {got}")
@@ -240,7 +234,6 @@ def test_errors(call, arguments, error, message):
         (HALF, LOSS, ValueError, r"noise_mask must have shape \[B, L\], got \(2,\)"),
         (LOSS, HALF, ValueError, r"loss_mask must have shape \(2, 8\) \(that of noise_mask\), got \(2,\)"),
         (LOSS.to(torch.complex64), LOSS, ValueError, "noise_mask must have dtype bool, .* got complex64"),
-        (LOSS, LOSS.to("meta"), ValueError, "loss_mask must be on cpu like noise_mask, got meta"),
     ],
 )
 def test_errors_of_complementary(noise, loss, error, message):

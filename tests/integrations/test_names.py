@@ -121,8 +121,6 @@ BAD = {
         names.linear_cross_entropy(x, w, ids[:, 1:]))),
     "head of another layout": (ValueError, r"x must have shape \[\.\.\., 19\] to go with weight", lambda x, w, ids: (
         names.FusedLinearDiffusionCrossEntropyLoss()(x, ids, w.T))),
-    "device": (ValueError, "target_probs must be on .* like logits, got meta", lambda x, w, ids: (
-        names.masked_soft_cross_entropy(x, x.detach().to("meta"), torch.ones(B, L, 1)))),
     "probability": (ValueError, r"p_mask must lie in \[0, 1\] where it is used, got 1\.5 at position \(0, 0\)",
                     lambda x, w, ids: names.FusedLinearDiffusionCrossEntropyLoss()(
                         x, ids, w, None, torch.full(ids.shape, 1.5, device=DEVICE))),

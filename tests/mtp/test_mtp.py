@@ -260,7 +260,6 @@ def test_bad_input():
     wrong(ValueError, depth, mtp_per_depth_h=[hidden[0], hidden[1][:, :5]])
     wrong(ValueError, "seq_idx must have shape (2, 11) like labels", seq_idx=torch.zeros(3, S))
     wrong(TypeError, "seq_idx must be a torch.Tensor, got list", seq_idx=[0])
-    wrong(ValueError, "seq_idx must be on cpu like labels, got meta", seq_idx=meta)
     wrong(ValueError, "cu_seqlens must have shape [num_seqs + 1]", cu_seqlens=torch.zeros(2, 3))
     wrong(TypeError, "cu_seqlens must be a torch.Tensor, got list", cu_seqlens=[0, 4])
     wrong(
@@ -730,7 +729,6 @@ def test_labels_whose_layout_does_not_fit_the_logits():
     for shape in ((6, 2), (3, 4), (2, 5), (2, 6, 1, 2), (1,), ()):
         message = f"labels must have shape (2, 6) (that of logits without its last dimension), got {shape}"
         raises(ValueError, message, loss_fn, logits, torch.zeros(shape, dtype=torch.long))
-    raises(ValueError, "labels must be on cpu like logits, got meta", loss_fn, logits, labels.flatten().to("meta"))
     raises(TypeError, "labels must be a torch.Tensor, got list", loss_fn, logits, [1])
     raises(TypeError, "mask must be a torch.Tensor, got list", loss_fn, logits, labels, mask=[1])
     message = "loss_weights must have shape (12,) (that of labels), got (2, 6)"

@@ -198,9 +198,9 @@ def test_a_bad_argument(name, count):
 
 # Values of optional arguments, where they are valid without others
 OPTIONAL = {
-    "active": BOOL, "bias": torch.zeros(V), "lm_bias": torch.zeros(V), "start": torch.zeros(B, dtype=torch.long),
-    "seeds": SEEDS, "draft_to_target": torch.arange(V), "teacher_weight": W, "weights": P, "segment_ids": Y,
-    "seq_idx": torch.zeros(B, L, dtype=torch.int32), "p_mask": P, "loss_mask": BOOL, "mask": ON,
+    **dict.fromkeys(("bias", "lm_bias", "lm_head_bias"), torch.zeros(V)), "active": BOOL, "seeds": SEEDS,
+    "start": torch.zeros(B, dtype=torch.long), "draft_to_target": torch.arange(V), "teacher_weight": W, "weights": P,
+    "segment_ids": Y, "seq_idx": torch.zeros(B, L, dtype=torch.int32), "p_mask": P, "loss_mask": BOOL, "mask": ON,
 }  # fmt: skip
 # Not read, or not by the loss of a class.
 UNREAD = {

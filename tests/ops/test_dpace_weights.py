@@ -154,7 +154,6 @@ BAD = [
     (TypeError, "mask must be a torch.Tensor, got list", (Q, [1]), {}),
     (ValueError, "mask must have shape (2, 3) (that of confidence), got (3,)", (Q, ON[0]), {}),
     (ValueError, "mask must have dtype bool, ", (Q, ON.to(torch.complex64)), {}),
-    (ValueError, "mask must be on cpu like confidence, got meta", (Q, ON.to("meta")), {}),
     (ValueError, "alpha must lie in [0, 1], got -0.1", (Q, ON), {"alpha": -0.1}),
     (ValueError, "alpha must lie in [0, 1], got 1.5", (Q, ON), {"alpha": 1.5}),
     (ValueError, "alpha must lie in [0, 1], got nan", (Q, ON), {"alpha": NAN}),

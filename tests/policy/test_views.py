@@ -613,7 +613,6 @@ LEVEL = torch.full((2,), 0.5)
         ({"generator": 5}, TypeError, "generator must be a torch.Generator or None, got int"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
         ({"level": 0.5, "backend": "cuda"}, ValueError, "backend must be one of"),
-        ({"loss_mask": ONES.to("meta")}, ValueError, "loss_mask must be on cpu like ids, got meta"),
         ({"level": LEVEL.to("meta")}, ValueError, "level must be on cpu like ids, got meta"),
         ({"scheme": "trace", "step_map": IDS.to("meta")}, ValueError, "step_map must be on cpu like ids, got meta"),
     ],
