@@ -666,6 +666,7 @@ def test_a_trainer_without_a_length():
 def test_the_mixin_comes_before_the_trainer():
     class Host(Loop):
         def __init_subclass__(cls, name=""):
+            super().__init_subclass__()
             cls.name = name
 
         def _get_per_token_logps_and_entropies(self):
