@@ -148,7 +148,6 @@ def test_a_batch_takes_one_call_with_a_seed_for_each_row(module, mode, B):
         assert torch.equal(o, t)
 
 
-@pytest.mark.everyday(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_noise_does_not_depend_on_the_number_of_ranks(module, mode, monkeypatch):
     """Samples are dealt to the ranks in turn."""
@@ -316,13 +315,15 @@ def test_a_method_that_is_no_loop_stays_as_it_is(finder):
     assert importlib.import_module(RECIPE).DiffusionLMSFTRecipe()._apply_corruption() == 1
 
 
-def test_the_loop_may_write_to_the_recipe(finder):
-    finder.code = finder.code.replace("base_seed = ", "self.steps = getattr(self, 'steps', 0) + 1; base_seed = ")
+def test_the_loop_may_write_to_the_recipe_and_read_the_strategy(finder):
+    counted = "self.steps = getattr(self, 'steps', 0) + self.dllm_strategy.size; base_seed = "
+    finder.code = finder.code.replace("base_seed = ", counted)
     module = importlib.import_module(RECIPE)
     integration.patch()
     recipe = recipe_of(module, "uniform")
+    recipe.dllm_strategy.size = 3
     recipe._apply_corruption(*batch(4))
-    assert recipe.steps == 1
+    assert recipe.steps == 3
 
 
 def test_a_recipe_imported_after_patch_is_patched_and_restored(finder):

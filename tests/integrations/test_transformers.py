@@ -1694,7 +1694,12 @@ def test_the_mixin_comes_before_the_trainer():
     class Part(MaskedDiffusionTrainerMixin):
         pass
 
+    class Named(Bare):
+        def __init_subclass__(cls, name=""):
+            cls.name = name
+
     assert type("Fine", (Logs, Part, Bare), {}).__mro__[-2] is Bare
+    assert type("Fine", (MaskedDiffusionTrainerMixin, Named), {}, name="SFT").name == "SFT"
     for bases in ((Bare, MaskedDiffusionTrainerMixin), (Bare, Part), (Logs, Bare, Part)):
         names = ", ".join(base.__name__ for base in bases)
         message = rf"^MaskedDiffusionTrainerMixin must come before \w+ among the bases, got Wrong\({names}\), "

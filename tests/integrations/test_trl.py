@@ -532,6 +532,7 @@ def test_the_iteration_that_changes_the_masks_is_an_option():
         assert torch.equal(
             integration.row_seeds(ids, not_padding, keep, whole), integration.row_seeds(ids, not_padding, keep, 1)
         )
+    assert torch.equal(integration.row_seeds(ids, not_padding, keep), integration.row_seeds(ids, not_padding, keep, 0))
     tensors = torch.tensor(1.0), torch.tensor(True), torch.ones(1).int()
     for wrong in ("1", True, 1.0, np.float64(1), np.bool_(True), *tensors):
         with pytest.raises(TypeError, match=r"^iteration must be an int, a function of the trainer or None, got "):
@@ -664,10 +665,14 @@ def test_a_trainer_without_a_length():
 
 def test_the_mixin_comes_before_the_trainer():
     class Host(Loop):
+        def __init_subclass__(cls, name=""):
+            super().__init_subclass__()
+            cls.name = name
+
         def _get_per_token_logps_and_entropies(self):
             pass
 
-    assert type("Fine", (integration.DiffusionPolicyMixin, Host), {})
+    assert type("Fine", (integration.DiffusionPolicyMixin, Host), {}, name="GRPO").name == "GRPO"
     message = r"^DiffusionPolicyMixin must come before Host among the bases, got Wrong\(Host, DiffusionPolicyMixin\), "
     with pytest.raises(TypeError, match=message):
         type("Wrong", (Host, integration.DiffusionPolicyMixin), {})

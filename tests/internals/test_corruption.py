@@ -117,8 +117,8 @@ def test_a_generator_of_another_device_is_rejected():
 
 @pytest.mark.parametrize(
     ("block_size", "lengths", "folded"),
-    [(4, [4, 4, 4], (2, 3, 4)), (6, [6, 6], (2, 2, 6)), (1, [1] * 12, (2, 12, 1)), (5, [5, 5, 2], (2, 12)), (20, [12], (2, 12)),
-     (None, [12], (2, 12))],
+    [(4, [4, 4, 4], (2, 3, 4)), (6, [6, 6], (2, 2, 6)), (1, [1] * 12, (2, 12, 1)), (5, [5, 5, 2], (2, 12)),
+     (20, [12], (2, 12)), (None, [12], (2, 12))],
 )  # fmt: skip
 def test_blocks_of_equal_length_are_folded(block_size, lengths, folded):
     """Others are repeated per position, which is slower."""

@@ -62,6 +62,7 @@ EVERY_DAY = {
         "data_parallel[hybrid]", "fsdp_over_tensor_parallel[MTP]", "tp_soft_embedding[softcap scale skip_id]",
         "special_row_statistics[targets at the edges]", "special_rows_of_a_divergence",
         "layouts_that_cannot_be_served_in_two_dimensions", "a_replicated_head_is_scattered_before_it_is_summed",
+        "a_strided_head_is_split_by_tensor_parallelism_first",
     },
 }  # fmt: skip
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.

@@ -31,7 +31,8 @@ def drawn(name, V=V):
     torch.manual_seed(0)
     weights = torch.rand(B, L) * (torch.rand(B, L) < 0.8)
     rows = torch.randint(0, 2 * L, (B, L))
-    targets = {"targets": torch.randint(0, 12, (B, L))} if name == "all others" else {}
+    targets = {"targets": torch.randint(0, 12, (B, L)).index_fill(1, torch.tensor([2]), -100)}
+    targets = targets if name == "all others" else {}
     return torch.randn(2, L, D).double(), {"weights": weights, "teacher_rows": rows, **KINDS[name], **targets}
 
 

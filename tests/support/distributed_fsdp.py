@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
 import dllm_kernels as ours
@@ -660,3 +661,14 @@ def a_replicated_head_is_scattered_before_it_is_summed():
         full.sum().backward()
     assert [call[:2] for call in sent.calls] == [("reduce_scatter", (20, D)), ("all_reduce", (10, D))]
     close(weight.grad, torch.ones(20, D))
+
+
+@check(4)
+def a_strided_head_is_split_by_tensor_parallelism_first():
+    """FSDP2 marks its dimension by a strided placement, whatever the names of the dimensions are."""
+    mesh = mesh_of("replicate", "shard")
+    places, whole = [_StridedShard(0, split_factor=2), Shard(0)], {"shape": (20, D), "stride": (D, 1)}
+    weight = DTensor.from_local(torch.zeros(5, D), mesh, places, run_check=False, **whole)
+    full = gather_head(weight, torch.zeros(1, D))
+    assert full.placements == (Shard(0),)
+    assert full.to_local().shape == (10, D)

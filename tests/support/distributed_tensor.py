@@ -645,6 +645,9 @@ def layouts_that_cannot_be_served():
         (w, distribute_tensor(bias, mesh, [Shard(0)]), "bias must be laid out like its weight"),
     ):
         raises(ValueError, message, ops.linear_token_nll, hidden, weight, y, bias=its_bias)
+    uneven, its_shape = torch.zeros(B, 1 + 4 * mesh.get_local_rank(), D), {"shape": (B, L, D), "stride": (L * D, D, 1)}
+    odd = DTensor.from_local(uneven, mesh, [Shard(1)], run_check=False, **its_shape)
+    raises(ValueError, "hidden states must be split as torch.chunk", ops.linear_token_nll, odd, whole, y)
     partial_head = DTensor.from_local(w, mesh, [Partial()], run_check=False)
     raises(ValueError, "redistribute", ops.linear_token_nll, hidden, partial_head, y)
     logits = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)])
