@@ -536,6 +536,9 @@ def test_the_gradient_of_what_was_never_computed(of):
         y = of(model, x)
         y.materialize()
         (gradient,) = torch.autograd.grad(loss(y), y)
+        lse = model(x.noisy).logsumexp(-1)
+        (of_lse,) = torch.autograd.grad(lse.square().sum(), lse)
+        torch.testing.assert_close(of_lse, 2 * lse.detach())
     y = of(model, x)
     torch.testing.assert_close(gradient, torch.autograd.grad(loss(y), y)[0])
 
