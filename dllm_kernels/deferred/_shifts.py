@@ -70,10 +70,10 @@ def _terms(x: DeferredLogits, call: Call) -> tuple[Any, int]:
     whole = len(call.args) + len(call.kwargs) > 1 and call.function.__name__.strip("_") in ("add", "sub", "subtract")
     args = arguments(names if whole else names[1:], call.args, call.kwargs)
     name = call.function.__name__
-    others = [args[n] for n in names[:2] if n in args and args[n] is not x]
+    alpha = args.pop("alpha", 1)
+    others = [value for value in args.values() if value is not x]
     sign = -1 if "sub" in name else 1
     reversed_ = "rsub" in name or (sign < 0 and args.get("other") is x)
-    alpha = args.get("alpha", 1)
     unit = not isinstance(alpha, Tensor) and alpha == 1  # a tensor: add(z, alpha, other), which is deprecated
     return (others[0], sign) if len(others) == 1 and not reversed_ and unit else (None, 0)
 

@@ -573,6 +573,11 @@ METADATA = {
     "a list": lambda z: z[[1, 0]][:, [0, 2, 1]].shape, "separate": lambda z: z[:, None, [0, 1]].shape,
     "type": lambda z: z.type(torch.bfloat16).dtype,
     "terms": lambda z: (lambda p: [t.dtype for t in (p * 2, p / 2, -p, p.log2())])(z.bfloat16().softmax(-1)),
+    "casts": lambda z: [
+        nll.to(target).dtype
+        for nll in [F.cross_entropy(z.mT, z.new_zeros(B, L, dtype=torch.long), reduction="none")]
+        for target in (torch.int64, torch.bfloat16, "cpu")
+    ],
     "one of a dimension": lambda z: [
         t.logsumexp(dim).shape
         for y, d, dim in ((z, 0, -1), (z, 1, -1), (z.mT, -1, 1), (z.mT, 0, 0))

@@ -14,11 +14,13 @@ from dllm_kernels.deferred import _expressions
 from dllm_kernels.deferred._classes import ConstantRows, DeferredColumn
 from dllm_kernels.deferred._head import deferred_logits
 from dllm_kernels.deferred._logits import DeferredLogits
+from dllm_kernels.deferred._maxima import BestIds
 from dllm_kernels.deferred._nll import DeferredNLL
 from dllm_kernels.deferred._pending import DeferredStat
 from dllm_kernels.deferred._term_rules import Stack
 from dllm_kernels.deferred._terms import Term
 from tests.conftest import DEVICE
+from tests.support.fused_programs import Same
 
 V, D = 7, 5
 
@@ -226,6 +228,7 @@ RECEIVERS = {
         lambda z: torch.full_like(z, 1.0), lambda z: torch.zeros_like(z).scatter(-1, TARGETS[..., None], 2.0),
     ]),
     "class": (DeferredColumn, [lambda z: z[..., 2], lambda z: z.log_softmax(-1)[..., 2]]),
+    "ids": (BestIds, [lambda z: z.max(-1).indices, lambda z: z.softmax(-1).max(-1, keepdim=True).indices]),
 }  # fmt: skip
 ODD = [  # operands after the first one, or all of them
     (), (2,), (True,), (math.nan,), (-1,), (1j,), (MASK[0, 0].float().requires_grad_(),), (ROWS[..., None],), (ROWS,),
@@ -236,6 +239,7 @@ ODD = [  # operands after the first one, or all of them
     (torch.float64, True), ({"dim": ()},), (ROWS[0],), (ROWS[:, 0],), (ROWS[:, :1],), (math.inf,),
     ("ij,ij->ij", X, X), ("ij,ij", X, ROWS), ("ij,ij", X, ROWS.double()), ("ij,jk->ik", X, ROWS.mT), ("ij->ji", X),
     ("ij,kl->ijkl", X, ROWS), ("...,...->...", X, ROWS), ("ijk,ijk->ij", X, MASK.float()), ("ijk->ik", X),
+    ("ij,ij->ij", X, ROWS[:1]),
     # indices and the values that are set there
     ((..., slice(1, 4)),), ((..., slice(3, 3)),), ((torch.tensor([[0], [1]]), torch.tensor([2, 0]), -TARGETS[:, :2]),),
     ((..., 3), -math.inf), ((..., -2), -1e6), ((..., True), -math.inf), ((0, ..., 3), -math.inf), ((..., 3), True),
@@ -277,9 +281,10 @@ UNLIKE = {
 
 
 def names_of(rules):
-    """Return the first and the last name of each rule."""
+    """Return the first and the last name of each rule, and one between them."""
     return sorted(
-        {name for items in (rules.items(), reversed(rules.items())) for name in {r: n for n, r in items}.values()}
+        {"matmul"} & rules.keys()
+        | {name for items in (rules.items(), reversed(rules.items())) for name in {r: n for n, r in items}.values()}
     )
 
 
@@ -326,3 +331,22 @@ def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind, recei
             if expected is not NotImplemented:
                 found = result(model, receive, operands)
                 torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", RECEIVERS)
+def test_a_function_that_returns_its_input_returns_the_values(kind):
+    plain, model, hidden = Model().to(DEVICE), Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    with deferred_logits(model):
+        for receive in RECEIVERS[kind][1]:
+            torch.testing.assert_close(Same.apply(receive(model(hidden))).materialize(), receive(plain(hidden)))
+
+
+@pytest.mark.parametrize(("step", "bias"), [(0.25, False), (0.1, False), (0.25, True)])
+def test_numbers_per_class_of_16_bit_logits_are_a_bias_if_this_is_exact(step, bias):
+    model, hidden = Model(nn.Linear(D, V, bias)).bfloat16().to(DEVICE), torch.randn(2, 3, D, device=DEVICE).bfloat16()
+    numbers = CLASSES * step
+    expected = (model(hidden) + numbers).logsumexp(-1)
+    with deferred_logits(model):
+        out = model(hidden) + numbers
+        assert isinstance(out, DeferredLogits if step == 0.25 and not bias else Term)
+        torch.testing.assert_close(out.logsumexp(-1).materialize(), expected, rtol=0.02, atol=0.02)
