@@ -178,7 +178,7 @@ REFUSED = {
     "ids of more rows": lambda z: z.gather(-1, TARGETS.repeat(2, 1)[..., None]),
     "top of too many": lambda z: z.topk(V + 1),
     "a leaf in place": lambda z: z.detach().requires_grad_().add_(1),
-    "a square of another size": lambda z: F.kl_div(z, z[0]) + F.mse_loss(z, z[..., :2]),
+    "a teacher of another size": lambda z: F.kl_div(z, z[..., :2]),
 }
 
 
