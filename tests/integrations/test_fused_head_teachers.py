@@ -188,6 +188,7 @@ LOSSES = {
     "without a graph": lambda z, x: (probabilities(z) * z.log_softmax(-1)).sum(-1).mean() + (
         probabilities(z).max(-1).values.sum() + probabilities(z).gather(-1, x.ids[..., None]).sum()
     ),
+    "a softmax of squares": lambda z, x: (torch.softmax(z.square(), -1, z.dtype) * x.t).sum(-1).mean(),
     "a power without a graph": lambda z, x: (
         lambda p: (torch.no_grad()(torch.square)(p) * p.log()).sum(-1).mean())(z.softmax(-1)),
     "a detached entropy": lambda z, x: (
