@@ -6,16 +6,8 @@ package that it tests.
 
 from reference.block_diffusion import block_diffusion_loss
 from reference.collate import collate
-from reference.corruption import (
-    Corrupted,
-    complementary,
-    corrupt_all_masked,
-    corrupt_blockwise,
-    corrupt_mix,
-    corrupt_uniform,
-    corrupt_uniform_random,
-    sample_level,
-)
+from reference.corruption import *  # noqa: F403
+from reference.corruption import __all__ as _of_corruption
 from reference.dflash import (
     acceptance_length,
     acceptance_stats,
@@ -67,7 +59,7 @@ from reference.topk_divergence import linear_topk_divergence, topk_divergence
 from reference.transform import possible_targets, transformed
 
 __all__ = [
-    "Corrupted",
+    *_of_corruption,
     "Divergence",
     "HybridLoss",
     "IDLMLoss",
@@ -82,13 +74,7 @@ __all__ = [
     "block_diffusion_loss",
     "block_targets",
     "collate",
-    "complementary",
     "compute_per_token_nll",
-    "corrupt_all_masked",
-    "corrupt_blockwise",
-    "corrupt_mix",
-    "corrupt_uniform",
-    "corrupt_uniform_random",
     "decay_weights",
     "dflash_loss",
     "diffusion_generate",
@@ -124,7 +110,6 @@ __all__ = [
     "row_objective",
     "row_stats",
     "sample_anchors",
-    "sample_level",
     "scdd_loss",
     "scdd_schedule",
     "seq_idx_from_cu_seqlens",

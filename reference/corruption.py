@@ -9,6 +9,11 @@ import torch
 
 from reference.gumbel_topk import draw_uniform, gumbel_topk
 
+__all__ = [
+    "Corrupted", "complementary", "corrupt_all_masked", "corrupt_blockwise", "corrupt_mix", "corrupt_uniform",
+    "corrupt_uniform_random", "sample_level",
+]  # fmt: skip
+
 
 class Corrupted(NamedTuple):
     """Noisy ids, the bool mask of the corrupted positions, and float32 probabilities; each ``[B, L]``."""

@@ -219,7 +219,7 @@ _ROW_OBJECTIVE = OpCase(
 _TOKEN_LOG_PROBS = OpCase(
     "token_log_probs", options=lambda x, r: {"active": r.mask, "with_entropy": True},
     differentiable=("log_probs", "entropy"), products=(1, 3, 4, 3), syncs=(1, 1, 1),
-    oracle=lambda z, r: _stats_oracle(z, r, ("log_probs", "entropy")),
+    oracle=lambda z, r: _stats_oracle(z, r._replace(mask=r.mask & (r.ids != -100)), ("log_probs", "entropy")),
     kernels="row_stats",
 )  # fmt: skip
 _DIVERGENCE = OpCase(
