@@ -135,24 +135,6 @@ def test_outputs_beside_the_loss(kind, fn):
     torch.testing.assert_close(out.value.sum(), out.loss.detach())
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND)
-def test_inactive_rows_have_no_effect(kind):
-    """NaN in inactive rows has no effect, nor have non-finite values of the objective for all-zero statistics."""
-    ids, _, active = draw_inputs(focal, torch.float32, 9)
-    ids, source = ids.clamp(min=0), Source(kind)
-    leaves = [leaf.requires_grad_() for leaf in source.leaves((9,), V)]
-    source.spoil(leaves, ~active)
-
-    def log_of_nll(stats, *_):
-        return (-stats.log_probs).log()
-
-    out = row_objective(source.argument(*leaves), ids, log_of_nll, active=active)
-    grads = torch.autograd.grad(out.loss, leaves)
-    assert out.loss.isfinite()
-    assert all(grad.isfinite().all() for grad in grads)
-    assert row_objective(source.argument(*leaves), ids, log_of_nll, active=active & False).loss == 0
-
-
 ONES, IDS = torch.ones(3), torch.tensor([1, 2, 3])
 BAD = [
     (("focal",), {}, TypeError, r"fn must be a function of the row statistics, got str$"),
