@@ -9,7 +9,7 @@ import torch
 import reference
 from dllm_kernels.ops import token_nll, weighted_nll
 from tests.conftest import DEVICE
-from tests.support.inputs import KINDS, SHAPES, SOURCES, Source, on_source, skip_unjudged
+from tests.support.inputs import KINDS, SHAPES, SOURCES, Source, exact, on_source, skip_unjudged
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_close_with_grads,
@@ -212,12 +212,13 @@ def test_the_lowest_index_wins_a_tie(dtype, path):
     x[4] = 5.0  # all columns tie
     x[5, 39] = 2.0 + (2**-9 if dtype == torch.bfloat16 else 2**-4)  # bfloat16 rounds it to the same 2.0
     targets = torch.tensor([3, 20, 39, 4, 0, 39], device=DEVICE)
-    out = token_nll(x, targets, with_correct=True, backend=path)
-    assert out.correct.tolist() == [True, False, False, False, True, dtype != torch.bfloat16]
-    assert same(out.correct, reference.argmax_match(x, targets), "correct")
-    both = token_nll(x, targets, with_correct=True, with_ids=True, backend=path)
-    assert torch.equal(both.correct, out.correct)
-    assert both.ids.tolist() == [3, 3, 3, 3, 0, 3 if dtype == torch.bfloat16 else 39]
+    for kind in KINDS:
+        out = token_nll(exact(kind, x), targets, with_correct=True, backend=path)
+        assert out.correct.tolist() == [True, False, False, False, True, dtype != torch.bfloat16]
+        assert same(out.correct, reference.argmax_match(x, targets), "correct")
+        both = token_nll(exact(kind, x), targets, with_correct=True, with_ids=True, backend=path)
+        assert torch.equal(both.correct, out.correct)
+        assert both.ids.tolist() == [3, 3, 3, 3, 0, 3 if dtype == torch.bfloat16 else 39]
 
 
 def test_outputs_that_are_not_requested_are_none(source):
