@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from dllm_kernels.ops import linear_row_objective, linear_token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import linear_row_objective, linear_row_stats, linear_token_nll, weighted_linear_nll, weighted_nll
 from tests.conftest import DEVICE
 from tests.support.inputs import Source
 from tests.support.parity import (
@@ -91,6 +91,7 @@ WEIGHTED = {
     "objective": lambda h, w, y, weights, **o: (
         linear_row_objective(h, w, y, lambda stats, c: -c * stats.log_probs, weights, **o).loss
     ),
+    "statistics": lambda h, w, y, weights, **o: -(linear_row_stats(h, w, y, **o).log_probs * weights).sum(),
 }
 
 

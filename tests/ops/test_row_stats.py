@@ -8,19 +8,17 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels.ops import RowStats, linear_row_stats, row_stats
+from dllm_kernels.ops import RowStats, row_stats
 from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
 from tests.support.readme import ROOT
 from tests.support.rows import (
-    LAYOUTS,
     PATHS,
     SPREAD,
     around_a_transform,
     between_ordinary_rows,
     extreme_rows,
-    laid_out,
     of_each_backend,
     on_path,
 )
@@ -293,28 +291,6 @@ def test_rows_around_a_transform(steps, dtype, path):
     judge_special_rows(around_a_transform(53, 17, 200.0 if "softcap" in steps else 4.0), dtype, path, **steps)
 
 
-@pytest.mark.everyday(6)
-@pytest.mark.covering(1)
-@of_each_backend
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_strides(kind, path):
-    x = laid_out(kind)
-    logits = x.detach().requires_grad_()
-    ids, arguments = options(x.shape[:-1], x.shape[-1], 3)
-    got, want = (run_on(f, logits, ids, arguments) for f in (ours_on(path), reference.row_stats))
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w)
-
-
-def ours_on(backend):
-    return lambda x, ids, **arguments: row_stats(x, ids, **FLAGS, backend=backend, **arguments)
-
-
-def run_on(function, logits, ids, arguments):
-    out = differentiable(function(logits, ids, **arguments))
-    return [*out, *torch.autograd.grad(out, [logits], upstream(out))]
-
-
 @pytest.mark.everyday(1)
 def test_long_bf16_rows(backend):
     """Tiles and blocks have their real sizes. The row length is odd, so that rows begin at any alignment."""
@@ -341,34 +317,6 @@ def test_every_output_is_in_the_oracle_and_described():
     interface = (ROOT / "dllm_kernels/rows/_stats_interface.py").read_text().split('"""')[1]
     texts["docstring of rows/_stats_interface.py"] = interface
     assert [(name, file) for name in RowStats._fields for file, text in texts.items() if f"`{name}`" not in text] == []
-
-
-def test_float16_gradients_do_not_underflow(backend):
-    """Upstream gradients are far below float16's minimum, so they are applied after the products."""
-    source = Source("head", backend)
-    leaves, arguments = drawn(source, (9,), 37, 2, torch.float16)(0)
-    leaves = [t.requires_grad_() for t in leaves]
-    ours, oracle = pair(source)
-    out = differentiable(ours(*leaves, **arguments))
-    small = [1e-4 * g for g in upstream(out)]
-    grads = torch.autograd.grad(out, leaves, small)
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    wide = arguments | {"mix": tuple(t.double() for t in arguments["mix"])}
-    wanted = differentiable(oracle(*exact, **wide))
-    for got, want in zip(grads, torch.autograd.grad(wanted, exact, [s.double() for s in small]), strict=True):
-        assert (got.double() - want).abs().max() <= 4e-3 * want.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_nan_gradient_of_an_inactive_row_reaches_no_other(dtype, backend):
-    """In float16, the gradient of the head is scaled by the largest gradient of the active rows."""
-    h, w = (torch.randn(s, 3, device=DEVICE).to(dtype).requires_grad_() for s in (4, 7))
-    active = torch.tensor([True, True, False, True], device=DEVICE)
-    out = linear_row_stats(h, w, torch.arange(4, device=DEVICE), active=active, chunk_size=2, backend=backend)
-    upstream = torch.tensor([1.0, 0.5, NAN, 0.0], device=DEVICE)
-    grads = torch.autograd.grad(out.log_probs, [h, w], upstream)
-    assert all(grad.isfinite().all() for grad in grads)
-    assert grads[1].any()
 
 
 def test_the_lowest_of_equal_columns_is_the_argmax(backend):
