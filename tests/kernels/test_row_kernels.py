@@ -151,31 +151,6 @@ def test_every_kind_of_row(path, V, dtype, offset, monkeypatch):
             assert_as_good_as_plain([ours[these]], [e[these]], error, f"{these}", sizes={V})
 
 
-@pytest.mark.parametrize("path", [forward_and_backward, over_a_chunk])
-@pytest.mark.parametrize(("V", "offset"), [(TILE, 0), (TILE + 13, 1)])
-def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset):
-    """Memory beside the rows is not written."""
-    skipped, zero_scale, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # rows at any alignment relative to 16 bytes
-    logits = in_separate_memory(torch.full((10, V), NAN, device=DEVICE), offset)
-    logits[read] = torch.randn(len(read), V, device=DEVICE)
-    targets, scale = torch.full((10,), 4, device=DEVICE), torch.full((10,), 2.0, device=DEVICE)
-    targets[skipped], scale[zero_scale] = -100, 0
-    ids = logits.argmax(1)
-    nll, grad, (correct, best), factor = path(logits, targets, scale)
-    grad = grad * factor
-    assert (nll[skipped] == 0).all()
-    assert nll[zero_scale].isnan().all()
-    assert not correct[skipped + zero_scale].any()
-    assert best[skipped].eq(-100).all()
-    assert best[zero_scale].eq(0).all()
-    assert torch.equal(best[read], ids[read])
-    assert (grad[skipped + zero_scale] == 0).all()
-    assert (grad[read] != 0).all()
-    beside = logits._base.clone()
-    beside[:, offset : offset + V] = NAN
-    assert beside.isnan().all()
-
-
 OPS = [(kind, case) for case in FIRST_OPS for kind in case.kinds or ("other",)]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
-from dllm_kernels import DraftDistillationLoss, acceptance_length, acceptance_stats, dpace_weights, linear_divergence
+from dllm_kernels import DraftDistillationLoss, acceptance_length
 from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
 from tests.support import trainers
@@ -385,33 +385,6 @@ def test_a_total_weight_on_any_device():
     assert others == [one, one]
 
 
-@pytest.mark.exhaustive
-def test_compiled():
-    """The graph has no break, and serves another count."""
-    i = drawn()
-    loss = DraftDistillationLoss.preset("specforge-dspark", loss_gamma=3.0)
-
-    def step(h, s, weight):
-        return total(
-            loss, "hidden", i, h, i.head, block_size=BLOCK, confidence_logits=s, total_weight=weight
-        ).total_loss
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for weight in (3.5, torch.tensor(7.25)):
-        leaves, one = (i.hidden, i.confidence), torch.ones(())
-        found = value_and_grads(lambda h, s: compiled(h, s, weight), leaves, one)  # noqa: B023
-        expected = value_and_grads(lambda h, s: step(h, s, weight), leaves, one)  # noqa: B023
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
-    i = drawn()
-    expected = total(DraftDistillationLoss(), "hidden", i, i.hidden, i.head)
-    i.teacher = i.teacher.masked_fill(~i.mask[..., None], NAN)
-    assert torch.equal(total(DraftDistillationLoss(), "hidden", i, i.hidden, i.head).total_loss, expected.total_loss)
-
-
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -535,38 +508,3 @@ def test_a_negative_total_weight_that_cannot_be_read_makes_the_loss_nan():
     torch.testing.assert_close(
         step(torch.tensor(2.0)).total_loss, call("hidden", {"normalize": "mean"}, total_weight=2).total_loss
     )
-
-
-def test_the_loss_equals_dpace_weights_times_the_divergence():
-    """One sequence of one block: the loss is D-PACE of a times the divergence, computed with the two ops."""
-    i = drawn()
-    each = linear_divergence(i.hidden, i.head, i.teacher, i.mask, reduction="none")
-    weights = dpace_weights(each.acceptance_rate, i.mask)
-    out = total(DraftDistillationLoss(position_weights="dpace", confidence="acceptance"), "hidden", i, i.hidden, i.head)
-    torch.testing.assert_close(out.total_loss, (weights * each.loss).sum())
-    assert out.draft_correct_per_pos is None
-
-
-@pytest.mark.parametrize("bonus", [False, True])
-def test_acceptance_metrics_equal_a_simulation_of_speculative_sampling(bonus):
-    """10^5 drafts of every block, by a draft with a third of the target's vocabulary; one block has a hole."""
-    draws, rows, columns = 100_000, BLOCK - 1, torch.randperm(3 * V)[:V].to(DEVICE)
-    z, t = (2 * torch.randn(2, 2 * rows, size, device=DEVICE) for size in (V, 3 * V))
-    t[..., columns] += 3 + z  # otherwise few tokens are accepted
-    mask = torch.ones(2, 2 * rows, dtype=torch.bool, device=DEVICE)
-    mask[1, 1] = False
-    out = DraftDistillationLoss("kl")(z, t, mask.long(), mask, block_size=BLOCK, draft_to_target=columns)
-    p, q = z.softmax(-1).flatten(0, 1), t.softmax(-1)[..., columns].flatten(0, 1)
-    tokens = torch.multinomial(p, draws, replacement=True)
-    sampled = torch.rand(tokens.shape, device=DEVICE) < (q / p).gather(1, tokens)
-    greedy = (columns[z.argmax(-1)] == t.argmax(-1)).flatten()[:, None]
-    for accepted, sampling in ((sampled, True), (greedy, False)):
-        kept = (accepted & mask.flatten()[:, None]).view(4, rows, -1).long().cumprod(1)
-        lengths = (kept.sum(1) + bonus).sum(0).double()
-        found, count = acceptance_stats(out, mask, BLOCK, bonus=bonus, sampling=sampling)
-        error = lengths.std().item() / math.sqrt(draws) if sampling else 1e-6
-        assert count.item() == 4
-        assert abs(found.item() - lengths.mean().item()) <= 4 * error
-        assert not sampling or 4 * bonus < lengths.mean().item() < 4 * (rows + bonus)
-        mean = acceptance_length(out, mask, BLOCK, bonus=bonus, sampling=sampling)
-        torch.testing.assert_close(mean, found / count)

@@ -105,6 +105,8 @@ def test_a_skipped_target_is_an_error_on_request_only(unset):
     assert token_nll(X, Y, skip_id=0).nll.isnan().all()
     with pytest.raises(IndexError, match=r"^targets must lie in \[0, 10\) and not be skip_id, 0 or be -100, got 0"):
         token_nll(X, Y, skip_id=0, check_targets=True)
+    with pytest.raises(IndexError, match="not be skip_id, 0"):
+        torch.compile(lambda x: token_nll(x, Y, skip_id=0, check_targets=True).nll, backend="eager")(X)
 
 
 def test_the_argument_switches_the_check_off(unset):

@@ -79,16 +79,19 @@ def packings():
 
 @pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("packing", packings())
 @pytest.mark.parametrize("base", BASES)
-def test_value_and_gradients_equal_the_reference(base, packing, backend):
+def test_value_and_gradients_equal_the_reference(base, packing, dtype, backend):
+    if base is FusedLinearCrossEntropy and dtype == torch.bfloat16 and backend == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
     torch.manual_seed(0)
     labels, options = labels_with_padding().to(DEVICE), packings()[packing]
     options = {name: t.to(DEVICE) for name, t in options.items()}
 
     def draw(seed):
         torch.manual_seed(seed)
-        leaves = [*hiddens(grad=False), torch.randn(V, H, dtype=torch.float64)]
+        leaves = [*hiddens(dtype, grad=False), torch.randn(V, H).to(dtype)]
         return [leaf.to(DEVICE) for leaf in leaves], torch.randn((), device=DEVICE)
 
     def ours(*leaves):
@@ -105,27 +108,6 @@ def test_value_and_gradients_equal_the_reference(base, packing, backend):
     def plain(*leaves):
         logits = [h @ leaves[-1].t() for h in leaves[:-1]]
         return reference.mtp_loss(logits, labels, 0.1, 17, **options).loss
-
-    assert_parity(ours, plain, draw)
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("base", BASES)
-def test_low_precision_is_as_good_as_plain(base, dtype):
-    torch.manual_seed(1)
-    labels = labels_with_padding()
-
-    def draw(seed):
-        torch.manual_seed(seed)
-        return [*hiddens(dtype, grad=False), torch.randn(V, H).to(dtype)], torch.rand(()) + 0.5
-
-    def ours(*leaves):
-        model = HeadWithLeaf(leaves[-1])
-        return mtp_loss(base(), list(leaves[:-1]), labels, model, scaling_factor=0.3)
-
-    def plain(*leaves):
-        return reference.mtp_loss([h @ leaves[-1].t() for h in leaves[:-1]], labels, 0.3).loss
 
     assert_parity(ours, plain, draw)
 
@@ -170,14 +152,6 @@ def test_logits_and_given_targets():
             MaskedCrossEntropy(), mtp_per_depth_logits=logits, labels=labels, model=Model(), **targets_option
         )
         torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_flat_labels_with_a_batch_of_one(base):
-    labels, hidden, model = labels_with_padding()[0], [h[:1] for h in hiddens()], Model()
-    got = mtp_loss(base(), hidden, labels, model)
-    expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels[None], 0.1).loss
-    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -570,19 +544,6 @@ def test_pipeline_checks_its_ignore_index():
     assert PipelineCausalLMLoss(MaskedCrossEntropy(ignore_index=5), Model()).ignore_index == 5
 
 
-def test_a_foreign_linear_loss_receives_the_head():
-    class Theirs(nn.Module):
-        ignore_index = -100
-
-        def forward(self, hidden_states, labels, lm_weight, num_label_tokens=None):
-            return reference.masked_cross_entropy(hidden_states @ lm_weight.t(), labels)
-
-    torch.manual_seed(11)
-    model, hidden, labels = Model(), hiddens(), labels_with_padding()
-    got = mtp_loss(Theirs(), hidden, labels, model, grad_reduce_group=object())
-    torch.testing.assert_close(got, reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss)
-
-
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 @pytest.mark.parametrize("base", BASES)
 def test_a_custom_ignore_index_is_not_a_bad_target(base, reduction, monkeypatch):
@@ -866,12 +827,16 @@ def test_decorated_compiled_and_replaced_forwards_receive_their_arguments():
         def forward(self, *args, **options):
             return super().forward(*args, **options)
 
+    class PassedOn(FusedLinearCrossEntropy):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
     replaced, labels, model = Plain(), labels_with_padding(), Model()
     replaced.forward = lambda hidden_states, labels, lm_weight: PlainLinear()(hidden_states, labels, lm_weight)
-    compiled = torch.compile(MaskedCrossEntropy(), backend="eager")
+    compiled = [torch.compile(base(), backend="eager") for base in BASES]
     hidden = hiddens(grad=False)
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss
-    for loss_fn in (Decorated(), replaced, compiled):
+    for loss_fn in (Decorated(), replaced, PassedOn(), *compiled):
         got = mtp_loss(loss_fn, hidden, labels, model)
         torch.testing.assert_close(got, expected)
 
@@ -969,17 +934,6 @@ def test_invalid_boundaries_raise(offsets):
 def test_an_invalid_depth_raises(depth, error):
     with pytest.raises(error, match=r"^depth must be "):
         mtp.depths.mtp_labels(torch.arange(6), depth)
-
-
-def test_a_compiled_or_wrapped_loss_from_hidden_states_receives_the_head():
-    class PassedOn(FusedLinearCrossEntropy):
-        def forward(self, *args, **options):
-            return super().forward(*args, **options)
-
-    hidden, labels, model = hiddens(grad=False), labels_with_padding(), Model()
-    expected = mtp_loss(FusedLinearCrossEntropy(), hidden, labels, model)
-    for loss_fn in (PassedOn(), torch.compile(FusedLinearCrossEntropy(), backend="eager")):
-        torch.testing.assert_close(mtp_loss(loss_fn, hidden, labels, model), expected)
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -11,9 +11,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dllm_kernels import ops
 from tests.conftest import DEVICE
-from tests.support.inputs import Source
+from tests.support.inputs import KINDS, Source
 from tests.support.memory import without_garbage_collection
-from tests.support.op_cases import DIFFERENTIABLE, FIRST_OPS, OF_EVERY_KIND, OP_CASES, Rows, name_of, results
+from tests.support.op_cases import (
+    DIFFERENTIABLE,
+    FIRST_OPS,
+    OF_EVERY_KIND,
+    OP_BY_NAME,
+    OP_CASES,
+    Rows,
+    name_of,
+    results,
+)
+from tests.support.rows import PATHS, on_path
 
 # With the ops that take no logits.
 ALL = [*OF_EVERY_KIND, *((None, case) for case in OP_CASES if not case.kinds)]
@@ -63,6 +73,25 @@ def test_the_results_that_a_case_names_are_differentiable(kind, case):
     leaves, r = drawn(kind)
     out = results(called(kind, case, leaves, r))
     assert {name for name, t in out.items() if t.requires_grad} == set(case.differentiable)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            found = results(called(kind, case, leaves, r))
+            assert not any(t.requires_grad for t in found.values())
+            torch.testing.assert_close(found, out)
+
+
+# Seeds have 64 bits.
+TAKE_IDS = [(kind, case) for kind, case in ALL if "seeds" not in inspect.signature(case.op).parameters]
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize(("kind", "case"), TAKE_IDS, ids=name_of)
+def test_ids_of_any_integer_dtype(kind, case, dtype, backend):
+    leaves, r = drawn(kind)
+    narrow = r._replace(ids=r.ids.to(dtype))
+    found = (results(called(kind, case, leaves, rows, backend=backend)) for rows in (narrow, r))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("kind", ["stored", "low rank"])
@@ -153,12 +182,80 @@ def test_inactive_rows_are_not_read(kind, case, dtype, backend):
         assert t.dim() == 0 or t[idle].eq(-100 if t.dtype == torch.int64 else 0).all()
 
 
+OF_IDS = [(kind, case) for kind, case in OF_EVERY_KIND if {"nll", "log_probs"} & set(case.differentiable)]
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    return on_path(request.param, monkeypatch)
+
+
+@pytest.mark.covering(2, most=2)
+@pytest.mark.parametrize(
+    ("kind", "case"), [*OF_IDS, *((kind, OP_BY_NAME["divergence, rows"]) for kind in KINDS)], ids=name_of
+)
+def test_rows_with_an_upstream_gradient_of_0_are_inert(kind, case, path):
+    """They may be active and NaN."""
+    (leaves, r), found = drawn(kind), []
+    idle, r = r.ids.flatten().argsort().view(2, 3) % 3 == 0, Rows.of(r.ids, r.ids >= 0, r.positive)
+    for spoilt in (False, True):
+        if spoilt:
+            Source(kind).spoil(leaves, idle)
+        values = case.values(case(Source(kind).argument(*leaves), r, backend=path))
+        upstream = [torch.ones_like(t).index_put_((idle,), torch.zeros((), device=DEVICE)) for t in values]
+        found.append(torch.autograd.grad(values, leaves, upstream))
+    torch.testing.assert_close(*found)
+    assert found[1][0][idle].eq(0).all()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.covering(2, most=2)
+@pytest.mark.parametrize(("kind", "case"), OF_IDS, ids=name_of)
+def test_ids_out_of_range_make_what_depends_on_them_nan(kind, case, path):
+    leaves, r = [leaf.requires_grad_() for leaf in Source(kind).leaves((2, 6), 37)], Rows.drawn(2, 6, V=37)
+    r, name, found = Rows.of(r.ids, r.ids >= 0, r.positive).map(lambda t: t.to(DEVICE)), case.differentiable[0], []
+    bad = torch.tensor([37, -1, -101, 2**31, -(2**31), 2**62], device=DEVICE)
+    for ids in (r.ids, torch.stack([bad, r.ids[1]])):
+        out = case(Source(kind).argument(*leaves), r._replace(ids=ids), backend=path)
+        values = getattr(out, name).view(2, 6, -1)[..., 0]
+        found.append((results(out), values, torch.autograd.grad(values.sum(), leaves)[0]))
+    (expected, *of_ids), (got, *others) = found
+    for a, b in zip(of_ids, others, strict=True):
+        torch.testing.assert_close(b[1], a[1])
+        assert b[0].isnan().all()
+    assert not got.pop("correct", values > 0)[0].any()
+    for key in got.keys() - {name, "mix"}:  # the coefficients of a mixture are drawn from the ids
+        torch.testing.assert_close(got[key], expected[key])
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("bound", [None, 6])
+@pytest.mark.parametrize(("kind", "case"), [k for k in OF_EVERY_KIND if k[1].differentiable], ids=name_of)
+def test_results_can_be_written_to(kind, case, bound, backend):
+    """Backward does not need them, as in plain PyTorch."""
+    (leaves, r), grads = drawn(kind), []
+    for written in (False, True):
+        out = case(Source(kind, num_active=bound).argument(*leaves), r, backend=backend)
+        values = case.values(out)
+        doubled = written and len(values) == 1  # several are views, which torch does not let a graph write to
+        totals = [(t.mul_(2) if doubled else t).sum() for t in values]
+        with torch.no_grad():
+            for t in results(out).values() if written else ():
+                t.zero_()
+        grads.append([grad / (1 + doubled) for grad in torch.autograd.grad(totals, leaves)])
+    torch.testing.assert_close(*grads)
+
+
 def apart(t):
     """Return a copy whose entries are apart in memory."""
     return torch.stack([t.detach()] * 2, -1)[..., 0]
 
 
-@pytest.mark.covering(2)
+def turned(t):
+    """Return a copy whose rows of the first dimension lie between each other."""
+    return t.detach().transpose(0, -2).contiguous().transpose(0, -2) if t.dim() > 1 else t.detach().clone()
+
+
 @pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)
 def test_any_leading_shape_and_strides(kind, case, backend):
     """All rows are active, so that nothing is copied. Upstream gradients have strides, too."""
@@ -176,8 +273,9 @@ def test_any_leading_shape_and_strides(kind, case, backend):
         r = Rows.of(r.ids, r.ids >= 0, r.positive)
         flat = [leaf.reshape(-1, leaf.shape[-1]) if i in (0, 3) else leaf for i, leaf in enumerate(leaves)]
         expected = run(flat, r.map(lambda t: t.reshape(-1)), torch.clone)
-        for got, want in zip(run(leaves, r, apart), expected, strict=True):
-            torch.testing.assert_close(got, want.view(got.shape))
+        for laid_out in (apart, turned)[: 1 + len(shape)]:
+            for got, want in zip(run(leaves, r, laid_out), expected, strict=True):
+                torch.testing.assert_close(got, want.view(got.shape))
 
 
 @pytest.mark.parametrize(("kind", "case"), OF_EVERY_KIND, ids=name_of)

@@ -8,19 +8,17 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels.ops import RowStats, linear_row_stats, row_stats
+from dllm_kernels.ops import RowStats, row_stats
 from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
 from tests.support.readme import ROOT
 from tests.support.rows import (
-    LAYOUTS,
     PATHS,
     SPREAD,
     around_a_transform,
     between_ordinary_rows,
     extreme_rows,
-    laid_out,
     of_each_backend,
     on_path,
 )
@@ -293,65 +291,6 @@ def test_rows_around_a_transform(steps, dtype, path):
     judge_special_rows(around_a_transform(53, 17, 200.0 if "softcap" in steps else 4.0), dtype, path, **steps)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_ids_out_of_range_give_nan_in_their_entries(path):
-    logits = torch.randn(5, 37, device=DEVICE, requires_grad=True)
-    ids = torch.tensor([[0, 37], [-1, 3], [2**40, 3], [5, 5], [-101, 3]], device=DEVICE)
-    out = row_stats(logits, ids, **EVERY_FLAG, skip_id=5, backend=path)
-    assert torch.equal(out.ids, logits.detach().index_fill(1, torch.tensor([5], device=DEVICE), -INF).argmax(1))
-    bad = torch.tensor([[0, 1], [1, 0], [1, 0], [1, 1], [1, 0]], device=DEVICE, dtype=torch.bool)
-    assert torch.equal(out.log_probs.isnan(), bad)
-    assert not out.entropy.isnan().any()
-    assert not out.correct[1:].any()
-    (grad,) = torch.autograd.grad(out.log_probs, logits, (~bad[:, 1]).unsqueeze(1) * torch.ones_like(out.log_probs))
-    others = torch.arange(37, device=DEVICE) != 5
-    assert grad[1:3, others].isnan().all()
-    assert not grad[3].isnan().any(), "no gradient comes to it"
-    assert not grad[0].isnan().any()
-
-
-def test_a_row_without_an_upstream_gradient_is_inert(path):
-    logits = torch.randn(3, 37, device=DEVICE)
-    logits[1] = NAN
-    logits.requires_grad_()
-    ids, mix = torch.tensor([0, 1, 2], device=DEVICE), (torch.ones(3, device=DEVICE),) * 2
-    out = differentiable(row_stats(logits, ids, **FLAGS, mix=mix, backend=path))
-    on = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
-    (grad,) = torch.autograd.grad(out, logits, [on] * len(out))
-    assert not grad[1].any()
-    assert grad[[0, 2]].isfinite().all()
-
-
-@pytest.mark.everyday(6)
-@pytest.mark.covering(1)
-@of_each_backend
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_strides(kind, path):
-    x = laid_out(kind)
-    logits = x.detach().requires_grad_()
-    ids, arguments = options(x.shape[:-1], x.shape[-1], 3)
-    got, want = (run_on(f, logits, ids, arguments) for f in (ours_on(path), reference.row_stats))
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w)
-
-
-def ours_on(backend):
-    return lambda x, ids, **arguments: row_stats(x, ids, **FLAGS, backend=backend, **arguments)
-
-
-def run_on(function, logits, ids, arguments):
-    out = differentiable(function(logits, ids, **arguments))
-    return [*out, *torch.autograd.grad(out, [logits], upstream(out))]
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
-def test_ids_of_any_integer_dtype(dtype, backend):
-    logits = torch.randn(3, 300, device=DEVICE)
-    ids = torch.tensor([0, 99, 57], device=DEVICE)
-    got = row_stats(logits, ids.to(dtype), backend=backend).log_probs
-    torch.testing.assert_close(got, reference.row_stats(logits, ids).log_probs)
-
-
 @pytest.mark.everyday(1)
 def test_long_bf16_rows(backend):
     """Tiles and blocks have their real sizes. The row length is odd, so that rows begin at any alignment."""
@@ -378,39 +317,6 @@ def test_every_output_is_in_the_oracle_and_described():
     interface = (ROOT / "dllm_kernels/rows/_stats_interface.py").read_text().split('"""')[1]
     texts["docstring of rows/_stats_interface.py"] = interface
     assert [(name, file) for name in RowStats._fields for file, text in texts.items() if f"`{name}`" not in text] == []
-
-
-def test_outputs_that_were_not_requested_are_none(source):
-    out = row_stats(source.argument(*source.leaves((9,), 37)), options((9,), 37, 2)[0], backend=source.backend)
-    assert [name for name, t in out._asdict().items() if t is not None] == ["log_probs", "lse"]
-
-
-def test_float16_gradients_do_not_underflow(backend):
-    """Upstream gradients are far below float16's minimum, so they are applied after the products."""
-    source = Source("head", backend)
-    leaves, arguments = drawn(source, (9,), 37, 2, torch.float16)(0)
-    leaves = [t.requires_grad_() for t in leaves]
-    ours, oracle = pair(source)
-    out = differentiable(ours(*leaves, **arguments))
-    small = [1e-4 * g for g in upstream(out)]
-    grads = torch.autograd.grad(out, leaves, small)
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    wide = arguments | {"mix": tuple(t.double() for t in arguments["mix"])}
-    wanted = differentiable(oracle(*exact, **wide))
-    for got, want in zip(grads, torch.autograd.grad(wanted, exact, [s.double() for s in small]), strict=True):
-        assert (got.double() - want).abs().max() <= 4e-3 * want.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_a_nan_gradient_of_an_inactive_row_reaches_no_other(dtype, backend):
-    """In float16, the gradient of the head is scaled by the largest gradient of the active rows."""
-    h, w = (torch.randn(s, 3, device=DEVICE).to(dtype).requires_grad_() for s in (4, 7))
-    active = torch.tensor([True, True, False, True], device=DEVICE)
-    out = linear_row_stats(h, w, torch.arange(4, device=DEVICE), active=active, chunk_size=2, backend=backend)
-    upstream = torch.tensor([1.0, 0.5, NAN, 0.0], device=DEVICE)
-    grads = torch.autograd.grad(out.log_probs, [h, w], upstream)
-    assert all(grad.isfinite().all() for grad in grads)
-    assert grads[1].any()
 
 
 def test_the_lowest_of_equal_columns_is_the_argmax(backend):

@@ -244,15 +244,6 @@ def test_minus_infinity_outside_the_ids(backend):
     assert topk_divergence(z, ids, log_q, backend=backend).value.isinf().tolist() == [False, True]
 
 
-@forms
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32], ids=str)
-def test_narrow_ids(form, dtype):
-    ids, log_q, weights = teacher(8, 5, missing=False)
-    z = torch.randn(5, V, device=DEVICE)
-    results = [topk_divergence(exact(form, z, chunk_size=4), y, log_q, weights) for y in (ids, ids.to(dtype))]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 IDS, LOG_Q = torch.tensor([[1, 2], [3, 4], [5, -100]]), torch.full((3, 2), 0.4).log()
 BAD = [
     ({"top_ids": IDS[:, 0]}, ValueError, r"top_ids must have shape \(3, 'K'\), .*, got \(3,\)$"),

@@ -88,23 +88,30 @@ def test_parity(steps, dtype, weighted, source):
 
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("kind", [*SPREAD, *LAYOUTS])
-def test_rows_far_apart_and_anywhere_in_memory(kind, path):
+@pytest.mark.parametrize("transformed", [False, True])
+def test_rows_far_apart_and_anywhere_in_memory(kind, transformed, path):
     """Test logits of 37 columns with the kinds of rows that are tested for every row op."""
-    steps = {"softcap": 2.5, "scale": 1.9, "skip_id": 0}
+    steps = {"softcap": 2.5, "scale": 1.9, "skip_id": 0} if transformed else {}
     x = laid_out(kind) if kind in LAYOUTS else SPREAD[kind](4 * torch.randn(6, 37))
     x = x.to(DEVICE)
     targets = torch.randint(0, x.shape[-1], x.shape[:-1], device=DEVICE).clamp(min=min(1, x.shape[-1] - 1))
     if kind == "one column":
-        steps.pop("skip_id")
+        steps.pop("skip_id", None)
     upstream = torch.randn(targets.shape, device=DEVICE)
     leaf = x.detach().requires_grad_()
-    nll = token_nll(leaf, targets, backend=path, **steps).nll
+    nll, lse, correct, ids = token_nll(
+        leaf, targets, with_lse=True, with_correct=True, with_ids=True, backend=path, **steps
+    )
     (grad,) = torch.autograd.grad(nll, leaf, upstream)
     oracle = value_and_grads(
         lambda x: reference.token_nll(reference.transformed(x, **steps), targets), [x.double()], upstream.double()
     )
     torch.testing.assert_close(nll.detach(), oracle[0].float())
     torch.testing.assert_close(grad, oracle[1].float())
+    z = reference.transformed(x, **steps)
+    torch.testing.assert_close(lse, reference.token_lse(z))
+    assert same(correct, reference.argmax_match(z, targets), "correct")
+    assert same(ids, reference.predicted_ids(z, skip_id=steps.get("skip_id")), "ids")
 
 
 @pytest.mark.everyday(1)
@@ -197,17 +204,6 @@ def test_a_skipped_target_of_a_row_that_does_not_count(path):
     assert weighted_nll(logits, targets, weights, skip_id=9, backend=path).loss.isfinite()
     ignored = token_nll(logits, targets, skip_id=9, ignore_index=9, backend=path).nll
     assert ignored[3] == 0
-
-
-def test_the_check_of_targets_finds_a_skipped_one():
-    logits, targets, _ = drawn({"skip_id": 9})
-    targets[3] = 9
-    message = r"targets must lie in \[0, 53\) and not be skip_id, 9 or be -100, got 9 at position \(3,\)"
-    with pytest.raises(IndexError, match=message):
-        token_nll(logits, targets, skip_id=9, check_targets=True)
-    token_nll(logits, targets, check_targets=True)
-    with pytest.raises(IndexError, match="not be skip_id, 9"):
-        torch.compile(lambda x: token_nll(x, targets, skip_id=9, check_targets=True).nll, backend="eager")(logits)
 
 
 @pytest.mark.everyday(2)

@@ -214,29 +214,6 @@ def test_a_nan_score_is_visible_in_its_own_entry(settings, A):
     assert s.grad[1].item() == -A
 
 
-@pytest.mark.parametrize("settings", [{}, {"dual_clip": 3.0}, {"kind": "cispo"}], ids=str)
-def test_stale_tokens_leave_the_other_rows_unchanged(settings, backend, device):
-    """Rows whose ratio overflows but is clipped, or has an advantage of 0, add nothing to the gradients."""
-    h, w, ids = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
-    old = torch.full((6,), -2.0)
-    stale, A = old.clone(), torch.tensor([1.0, -1.0, 0.5, 1.0, 0.0, -1.0])
-    stale[3:5] = -500.0
-    A, stale[5] = (A, -500.0) if settings else (A.clone().index_fill_(0, torch.tensor([5]), 0.0), -500.0)
-    objective, results = PolicyObjective(**settings), []
-    for before, dtype in ((stale, torch.float32), (stale, torch.float64)):
-        leaves = [t.to(device, dtype).requires_grad_() for t in (h, w)]
-        aux = [t.to(device, dtype) for t in (before, A)]
-        if dtype is torch.float64:
-            log_p = F.linear(*leaves).log_softmax(-1).gather(-1, ids.to(device)[:, None])[:, 0]
-            loss = reference.policy_objective(log_p, *aux, **settings).sum()
-            results.append([t.float() for t in torch.autograd.grad(loss, leaves)] * 2)
-        else:
-            linear = linear_row_objective(*leaves, ids.to(device), objective, *aux, backend=backend).loss
-            rows = row_objective(F.linear(*leaves), ids.to(device), objective, *aux, backend=backend).loss
-            results.append([g for loss in (linear, rows) for g in torch.autograd.grad(loss, leaves)])
-    torch.testing.assert_close(*results)
-
-
 def test_weights_of_an_objective_whose_ratio_overflows():
     log_probs = torch.tensor([-1.0, -2.0, -3.0])
     old, A = torch.tensor([-1.0, -302.0, -303.0]), torch.tensor([2.0, 1.0, 0.0])
