@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels.deferred._affine import VALUES, affine_of
-from dllm_kernels.deferred._expressions import Operation, moved
+from dllm_kernels.deferred._expressions import Operation, RowFunction, moved
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
 from dllm_kernels.deferred._moves import MOVES, Call, dims_of
@@ -74,28 +74,35 @@ def _elementwise(x: Any, call: Call) -> Any:
 
 
 def _of_rows(x: DeferredNLL, call: Call) -> Any:
-    """Record a function of the value of each row and of numbers, which a sum computes in the chunks."""
-    args, kwargs = _arguments(x, call), call.kwargs
-    numbers = all(v is x or not isinstance(v, Tensor) for v in args) and not any(map(torch.is_tensor, kwargs.values()))
-    if not numbers or kwargs.get("inplace") or torch.is_autocast_enabled(x.device.type):
+    """Record a function of numbers and of values of the same rows, which a sum computes in the chunks."""
+    args, kwargs, function, of_x = _arguments(x, call), call.kwargs, call.function, x.function
+    values: dict[int, Any] = {id(v): v for v in args if isinstance(v, DeferredNLL)}
+    numbers = all(id(v) in values or not isinstance(v, Tensor) for v in args)
+    if not numbers or any(map(torch.is_tensor, kwargs.values())) or kwargs.get("inplace"):
         return NotImplemented
-    function, places = call.function, [v is x for v in args]
-    others = [None if v is x else v for v in args]
 
-    def step(rows: Tensor) -> Tensor:
-        return function(*(rows if place else v for place, v in zip(places, others, strict=True)), **kwargs)  # type: ignore[no-any-return]
+    places = [list(values).index(id(v)) if id(v) in values else None for v in args]
+    others = [None if id(v) in values else v for v in args]
 
-    after = meta_after(step, x)
+    def step(*rows: Tensor) -> Tensor:
+        return function(*(v if i is None else rows[i] for i, v in zip(places, others, strict=True)), **kwargs)  # type: ignore[no-any-return]
+
+    after = meta_after(step, *values.values())
     if after is None or after[0].shape != x.shape or not after[0].is_floating_point():
         return NotImplemented
-    number = x.offset is None or (x.numel() and not any(x.offset.stride()))
-    weighted = x.row_weights is not None or x.finite is not None or x.summed
-    if x.function is None or weighted or not number:
-        return NotImplemented
-    affine = {name: getattr(x, name) for name in VALUES} | {"dtype": x.dtype}
-    affine["offset"] = x.offset if x.offset is None else x.offset[(0,) * x.ndim]
-    expression = Operation(lambda rows: step(affine_of(rows, **affine)), (x.function.expression,), True)
-    of_rows, recipe = x.function._replace(expression=expression), Step(step, x.logits.restored, [x])
+    affine = [{name: getattr(y, name) for name in VALUES} | {"dtype": y.dtype} for y in values.values()]
+    for y, each in zip(values.values(), affine, strict=True):
+        number = y.offset is None or (y.numel() and not any(y.offset.stride()))
+        weighted = y.row_weights is not None or y.finite is not None or y.summed
+        same = y.function and of_x and y.function.key == of_x.key and y.needs_grad == x.needs_grad
+        if not same or weighted or not number or y.shape != x.shape or torch.is_autocast_enabled(x.device.type):
+            return NotImplemented
+        each["offset"] = y.offset if y.offset is None else y.offset[(0,) * y.ndim]
+    inputs = tuple(y.function.expression for y in values.values())
+    expression = Operation(
+        lambda *rows: step(*(affine_of(t, **each) for t, each in zip(rows, affine, strict=True))), inputs, True
+    )
+    of_rows, recipe = RowFunction(expression, of_x and of_x.key), Step(step, x.logits.restored, list(values.values()))
     return x.changed(after[0].dtype, recipe, function=of_rows, factor=1.0, offset=None)
 
 

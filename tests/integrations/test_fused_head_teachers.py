@@ -146,6 +146,9 @@ LOSSES = {
     "one log-softmax": one_log_softmax,
     "a function of rows": lambda z, x: kl(z, x).clamp(max=2).mean(),
     "functions of functions": lambda z, x: x.mean(1 - (-kl(z, x) / 2 - 1e-3).exp() ** 2),
+    "functions of two values": lambda z, x: x.mean(
+        ((z - z.mean(-1, keepdim=True)).exp().sum(-1) - (z * z).gather(-1, x.ids[..., None])[..., 0]) / (2 + kl(z, x))
+    ),
     "functions of moved rows": lambda z, x: kl(z, x)[x.mask].sqrt().sum() + (kl(z, x).log1p().T[1:] * x.w.T[1:]).sum(),
     "functions of weighted rows": lambda z, x: (kl(z, x) * x.w).exp().sum() + (kl(z, x) + x.w).square().sum(),
     "a function and its argument": lambda z, x: (
