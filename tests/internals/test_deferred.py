@@ -80,6 +80,8 @@ def test_an_operation_that_changes_nothing_returns_the_same_object():
     assert lse.flatten(0, 0) is lse
     loss = nn.functional.cross_entropy(out.flatten(0, -2), torch.zeros(6, dtype=torch.int64, device=DEVICE))
     assert loss.to(loss.dtype) is loss
+    assert repr(out) == f"DeferredLogits(shape=(2, 3, {V}), dtype=torch.float32, device={out.device})"
+    assert all(type(out * factor) is DeferredLogits for factor in (0, -0.5, -1, 2))
     assert out.detach_() is out
     assert not out.requires_grad
 
@@ -218,6 +220,7 @@ RECEIVERS = {
         lambda z: z.softmax(-1), torch.exp, lambda z: z.softmax(-1).log2() * 2, lambda z: z.mT.softmax(1),
         lambda z: z.softmax(-1) * z.log_softmax(-1), lambda z: z.softmax(-1) + 1e-10, torch.square,
         lambda z: z.masked_fill(CLASSES == 2, -torch.inf).softmax(-1), lambda z: z.exp().sqrt().sum(-1, keepdim=True),
+        lambda z: (lambda p: p * (p + 0.0).log())(z.masked_fill(CLASSES == 2, -torch.inf).softmax(-1)),
     ]),
     "mixture": (Stack, [lambda z: torch.stack([z.softmax(-1), MASK.float()])]),
     "statistic": (DeferredStat, [
