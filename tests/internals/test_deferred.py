@@ -180,7 +180,7 @@ REFUSED = {
     "ids of more rows": lambda z: z.gather(-1, TARGETS.repeat(2, 1)[..., None]),
     "top of too many": lambda z: z.topk(V + 1),
     "a reduction": lambda z: F.mse_loss(z, MASK.float(), reduction="batchmean"),
-    "values of an NLL of more dimensions": lambda z: nll(z).__setitem__(MASK, 1.5),
+    "values of other rows in an NLL": lambda z: nll(z).__setitem__(TARGETS < 2, ROWS),
     "a condition of numbers": lambda z: torch.where(MASK.float(), z, 1.0),
     "ids of more classes": lambda z: torch.zeros_like(z).scatter(0, TARGETS[..., None].repeat(1, 1, V + 1), 2.0),
     "a leaf in place": lambda z: z.detach().requires_grad_().add_(1),
