@@ -73,7 +73,7 @@ def _terms(x: DeferredLogits, call: Call) -> tuple[Any, int]:
     alpha = args.pop("alpha", 1)
     others = [value for value in args.values() if value is not x]
     sign = -1 if "sub" in name else 1
-    reversed_ = "rsub" in name or (sign < 0 and args.get("other") is x)
+    reversed_ = "rsub" in name or ("sub" in name and args.get("other") is x)
     unit = not isinstance(alpha, Tensor) and alpha == 1  # a tensor: add(z, alpha, other), which is deprecated
     return (others[0], sign) if len(others) == 1 and not reversed_ and unit else (None, 0)
 

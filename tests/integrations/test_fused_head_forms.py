@@ -153,6 +153,7 @@ FORMS = {
     "values of a sigmoid cap": lambda z, x: (lambda y: y.logsumexp(-1) - y.max(-1).values + picked(y, x))(
         30 * z.sigmoid()) * x.w,
     "several classes": lambda z, x: nll(put(z, (..., [V - 1, V - 3]), -torch.inf), x) * x.w,
+    "a slice without a class": lambda z, x: put(z, (..., V - 1), -torch.inf)[..., 4:].logsumexp(-1) * x.w,
     "padded classes": lambda z, x: nll(put(z, (slice(None), slice(None), slice(V - 3, None)), -torch.inf), x),
     "padded classes, lowest": lambda z, x: nll(put(z, (..., slice(V - 3, None)), torch.finfo(z.dtype).min), x),
     "a mask of classes": lambda z, x: (lambda y: y.softmax(-1).max(-1).values + picked(y.log_softmax(-1), x))(
