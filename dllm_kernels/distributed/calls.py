@@ -24,8 +24,6 @@ def groups_of(model: nn.Module) -> Groups:
     They are those of its DTensors (FSDP2, tensor parallelism), of FSDP1 and DeepSpeed ZeRO-3 units, and of a
     DistributedDataParallel that broadcasts buffers. All ranks return them in one order.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
     groups: list[Any] = []
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():

@@ -328,12 +328,12 @@ def test_the_confidence_head_alone(host, spec):
 @pytest.mark.parametrize("weighting", integration.WEIGHTS)
 def test_rows_outside_of_the_mask_are_not_read(host, weighting):
     i, config = sequence(holes=False), host.utils.resolve_loss_config("kl_div", "eager")
-    arguments = {"loss_config": config, "per_position_loss_weight": weighting}
+    arguments = {"loss_config": config, "per_position_loss_weight": weighting, "acceptance": True}
     losses = []
     for value in (0.0, torch.nan):
         hidden = i.hidden.masked_fill(~i.mask.unsqueeze(-1), value).requires_grad_()
-        loss, _ = integration.speculators_metrics(hidden, i.head, i.teacher, i.mask, BLOCK, **arguments)
-        losses.append((loss.detach(), *torch.autograd.grad(loss, hidden)))
+        loss, metrics = integration.speculators_metrics(hidden, i.head, i.teacher, i.mask, BLOCK, **arguments)
+        losses.append((loss.detach(), *torch.autograd.grad(loss, hidden), *metrics.values()))
     torch.testing.assert_close(*losses, rtol=0, atol=0)
     assert losses[1][1].any()
 

@@ -475,6 +475,15 @@ def test_numbers_are_whole(number):
         SEEDED([sample(4, number), sample(4)])
 
 
+@pytest.mark.parametrize(("own", "ranks", "expected"), [(None, 1, None), (None, 2, 2), (0, 2, 0)])
+def test_ranks_of_tensor_parallelism_draw_the_same_noise(own, ranks, expected):
+    attributes = {"_shift": False, "args": SimpleNamespace(process_index=5), "add_callback": lambda *_: None}
+    trainer = type("Loop", (), {**attributes, "get_tp_size": lambda _: ranks})()
+    trainer.data_collator = MaskedDiffusionCollator(5, rank=own)
+    MaskedDiffusionTrainerMixin._follow_epochs(trainer)
+    assert trainer.data_collator.rank == expected
+
+
 def test_a_corruption_that_does_not_mask_is_rejected():
     for random in (
         dllm_kernels.corrupt_uniform_random,
@@ -484,6 +493,7 @@ def test_a_corruption_that_does_not_mask_is_rejected():
             ValueError, match=r"^corrupt must take the token that masks as its third argument, got .*vocab_size$"
         ):
             MaskedDiffusionCollator(99, corrupt=random)
+    assert MaskedDiffusionCollator(99, corrupt=torch.clone).corrupt is torch.clone  # which has no signature
     with pytest.raises(TypeError, match=r"^corrupt must be a function, got str$"):
         MaskedDiffusionCollator(99, corrupt="uniform")
     mix = functools.partial(

@@ -755,8 +755,9 @@ def test_rollouts_for_a_trainer_that_takes_none():
 
     prompts = [[1, 2], [3]]
     assert Generating(mask_token_id=MASK)._generate_single_turn(prompts, None) == ["its own"]
-    rollout = integration.diffusion_rollout(MASK, steps=2)
-    trainer = Generating(Model(), mask_token_id=MASK, rollout_func=rollout)
+    rollout, model, state = integration.diffusion_rollout(MASK, steps=2), Model(), torch.get_rng_state()
+    trainer = Generating(model, mask_token_id=MASK, scheme="elbo", rollout_func=rollout)
+    assert torch.equal(torch.get_rng_state(), state)
     trainer.processing_class.eos_token_id = None
     found = trainer._generate_single_turn(prompts, None)
     assert [len(row) for row in found] == [N, N]

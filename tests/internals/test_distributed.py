@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dllm_kernels.distributed import _layout, fsdp
+from dllm_kernels.distributed import _divergence, _layout, fsdp
 from dllm_kernels.distributed._layout import tensor_parallel_dims
 
 STRIDED = _StridedShard(0, split_factor=2)
@@ -47,3 +47,20 @@ def test_an_order_of_splits_without_a_process_group(data, placement):
     refused = data > 1 and placement == Shard(0)
     with pytest.raises(ValueError, match=r"^weight must be split by tensor") if refused else nullcontext():
         fsdp._check_layout("weight", weight, [0], [1])
+
+
+@pytest.mark.parametrize(("V", "parts"), {7: [(0, 3), (3, 3), (6, 1)], 1: [(0, 1), (1, 0), (1, 0)]}.items())
+def test_the_rows_of_a_teacher_are_shared_evenly_without_a_process_group(monkeypatch, V, parts):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 3)
+    for rank in range(3):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        assert _divergence.part_of(SimpleNamespace(group=None), V) == parts[rank]
+
+
+def test_a_divisor_belongs_to_a_module_and_its_later_parameters():
+    head, other = (torch.nn.Sequential(torch.nn.Linear(2, 3)) for _ in range(2))
+    fsdp.set_gradient_divide_factor(head, 3.0)
+    head.load_state_dict(other.state_dict(), assign=True)
+    assert [fsdp._divide_factor(t, 8.0) for m in (head, other) for t in m.parameters()] == [3.0, 3.0, 8.0, 8.0]
+    fsdp.set_gradient_divide_factor(head[0].bias, 2.0)
+    assert [fsdp._divide_factor(t, 8.0) for t in head.parameters()] == [3.0, 2.0]

@@ -2,10 +2,12 @@
 
 import math
 import multiprocessing
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dllm_kernels
 from dllm_kernels._graph import _plain
@@ -41,6 +43,30 @@ def test_a_worker_has_the_rank_of_the_process_that_spawned_it(monkeypatch):
 def test_a_model_without_hidden_states_may_depend_on_every_token():
     ids = {"input_ids": torch.arange(4)[None]}
     assert _attention.dependence(torch.nn.Linear(1, 1), ids, lambda *_: None) == (True, True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_result_of_another_rank_counts(monkeypatch, world):
+    def other_rank(flags, op):
+        assert (world, op) == (2, dist.ReduceOp.MAX)
+        flags.copy_(torch.maximum(flags, torch.tensor([0, 0, 1])))
+
+    for name, value in (("is_initialized", True), ("get_world_size", world)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "all_reduce", other_rank)
+    assert _attention.on_any_rank(torch.device("cpu"), True, torch.tensor(False), False) == [True, False, world == 2]
+
+
+def test_a_test_of_attention_reshards_the_parameters_it_gathered(monkeypatch):
+    class Sharded(torch.nn.Linear):
+        def reshard(self):
+            resharded.append(self)
+
+    resharded, model = [], torch.nn.Sequential(Sharded(2, 2), torch.nn.Linear(2, 2))
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FSDPModule=Sharded))
+    with _attention.unchanged(model, torch.device("cpu")):
+        assert not resharded
+    assert resharded == [model[0]]
 
 
 N, D, V = 6, 5, 37

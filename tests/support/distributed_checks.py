@@ -55,14 +55,15 @@ EVERY_DAY = {
         "metrics_of_a_smaller_vocabulary", "a_mesh_dimension_of_one_rank", "split_rows_of_hidden[token_nll]",
         "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]",
         "fsdp_soft_embedding", "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts",
-        "targets_and_masks_as_dtensors[token_nll]",
+        "tp_divergence_of_logits[lk, mean]", "targets_and_masks_as_dtensors[token_nll]",
         "a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary",
     },
     4: {
         "data_parallel[hybrid]", "fsdp_over_tensor_parallel[MTP]", "tp_soft_embedding[softcap scale skip_id]",
         "special_row_statistics[targets at the edges]", "special_rows_of_a_divergence",
         "layouts_that_cannot_be_served_in_two_dimensions", "a_replicated_head_is_scattered_before_it_is_summed",
-        "a_strided_head_is_split_by_tensor_parallelism_first",
+        "a_strided_head_is_split_by_tensor_parallelism_first", "tp_linear_sample_of_few_columns",
+        "a_rank_without_columns_launches_nothing[row_stats]",
     },
 }  # fmt: skip
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.
