@@ -100,6 +100,8 @@ def test_prefixes_have_geometric_probabilities(block_size, base, monkeypatch):
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / 100_000) + 1e-9
     assert drawn.min() >= min(2, block_size - 1)
     assert drawn.max() <= block_size - 1
+    monkeypatch.setattr(draft_sampling, "_draws", lambda *_: torch.tensor([[2**31 - 1, 2**31]]))
+    assert sample_prefix((1, 2), 4, 1.0).tolist() == [[2, 3]]  # half of the draws each
 
 
 def test_targets_of_blocks():
