@@ -454,7 +454,7 @@ class _Tokens:
         self.number = (torch.arange(L, device=device) - (real.cumsum(1) == 0).sum(1, keepdim=True)).clamp(min=0)
         self.order: Tensor | None = None
         if self.choice.remasking == "random" and seeds is not None:
-            draws = _position_draws(seeds[:, 0], L if self.infills else L - self.P)
+            draws = _position_draws(seeds[:, 0], L)
             self.order = (draws.gather(1, self.number) if self.infills else F.pad(draws, (self.P, 0))).double()
 
     def decode(self, block: Block, predict: Predict, groups: calls.Groups) -> None:

@@ -59,7 +59,7 @@ def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> i
     return max(rows, 1)
 
 
-def size_of_blocks(name: str, blocks: Tensor, block_size: int | None, anchor_row: bool = False) -> int:
+def size_of_blocks(name: str, blocks: Tensor, block_size: int | None, anchor_row: bool) -> int:
     """Return the ``block_size`` of rows ``[B, blocks, k]``: k + 1, or k with ``anchor_row``.
 
     Raises:

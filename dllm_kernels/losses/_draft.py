@@ -56,7 +56,6 @@ class _WeightingSetting:
 
     def __init__(self, compute: Callable[..., Tensor]) -> None:
         self.compute = compute
-        self.__doc__ = compute.__doc__
 
     def __get__(self, loss: Any, owner: type | None = None) -> Any:
         if loss is None:

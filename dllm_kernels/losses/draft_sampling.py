@@ -229,7 +229,7 @@ def block_targets(
     known = (anchors >= 0) & (anchors < L)
     last: Any = L - 1
     if segment_ids is not None:  # position L is no document
-        ends = _run_ends(_in_one_document(F.pad(segment_ids.to(torch.int64), (0, 1), value=-1)))
+        ends = _run_ends(F.pad(_in_one_document(segment_ids), (0, 1)))
         last = ends.gather(1, torch.where(known, anchors, L)).unsqueeze(2)
     place = anchors.unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
     inside = (known.unsqueeze(2) & (place <= last)).flatten(1)

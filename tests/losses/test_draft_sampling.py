@@ -100,6 +100,8 @@ def test_prefixes_have_geometric_probabilities(block_size, base, monkeypatch):
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / 100_000) + 1e-9
     assert drawn.min() >= min(2, block_size - 1)
     assert drawn.max() <= block_size - 1
+    monkeypatch.setattr(draft_sampling, "_draws", lambda *_: torch.tensor([[2**31 - 1, 2**31]]))
+    assert sample_prefix((1, 2), 4, 1.0).tolist() == [[2, 3]]  # half of the draws each
 
 
 def test_targets_of_blocks():
@@ -187,6 +189,8 @@ def test_the_acceptance_of_a_perfect_draft_after_a_prefix(anchor_row, form):
     with pytest.raises(ValueError, match=r"^prefix must have shape \(2, 3\) \(an entry for each block\), got \(2, 2\)"):
         acceptance_length(matches, mask, 4, anchor_row=anchor_row, prefix=prefix[:, :2])
     if DEVICE == "cpu":  # values are not read on a GPU
+        with pytest.raises(ValueError, match=r"^prefix must be on cpu like mask, got meta$"):
+            acceptance_length(out._replace(prefix=prefix.to("meta")), mask, 4, **options, prefix=prefix)
         other = called(y, torch.ones_like(prefix), mask)
         with pytest.raises(
             ValueError, match=r"^prefix must be that of the loss call, which output holds, or None, got "

@@ -668,6 +668,7 @@ def test_position_weights_is_a_name_and_a_method():
     torch.testing.assert_close(loss.position_weights(mask, token_nll=-q.log()), want)
     raises(ValueError, "prefix must be None ", loss.position_weights, mask, 3, -q.log(), prefix=prefix)
     raises(ValueError, "block_mask must have shape ", loss.position_weights, mask[0])
+    raises(ValueError, "block_mask must hold no negative number, NaN or ", loss.position_weights, mask * math.nan)
     raises(ValueError, "weights must have shape ", loss.weighted_mean, q, mask[0])
     assert loss.weighted_mean(torch.tensor([[1.0, math.nan]]), torch.tensor([[1, 0]])).item() == pytest.approx(1)
     assert loss.weighted_mean(torch.ones(1, 2), torch.zeros(1, 2)) == 0

@@ -164,6 +164,14 @@ def test_a_wrong_result_is_reported_first(plain, monkeypatch, module, name, wron
     assert found["backend=auto on cpu"] == f"torch, {found['cpu']}"
 
 
+def test_the_limit_of_an_error_is_twice_that_of_the_dtype_beside_rounding():
+    def times(low):
+        return lambda a, b: [x * (1 if x.dtype == torch.float64 else low) for x in (a, b.sum())]
+
+    leaves = [torch.tensor([1.0, -2.0]).bfloat16(), torch.ones(4).bfloat16()]
+    assert report._error(times(1.5), times(0.75), leaves, "cpu") == (0.5, 2 * 0.25 + 2**-7 + 2 * 2**-23)
+
+
 NO_COMPILER = "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
 
 
