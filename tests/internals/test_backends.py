@@ -104,7 +104,8 @@ def test_with_a_single_resource_the_caller_runs_the_jobs():
 
 
 def test_the_thread_count_of_other_threads_is_unchanged():
-    run_jobs([lambda _: None] * 9, [None] * (_workers._pool.size + 1))  # one thread more than exist: all start anew
+    many = threading.active_count() + 1  # more threads than exist: all start anew
+    run_jobs([lambda _: None] * 9, [None] * many)
     assert torch.get_num_threads() == 2
     seen = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
