@@ -114,6 +114,18 @@ def test_the_thread_count_of_other_threads_is_unchanged():
     assert seen == [2]
 
 
+def test_threads_that_cannot_all_start_end(monkeypatch):
+    """As in a container that limits their number."""
+    before, start = set(threading.enumerate()), threading.Thread.start
+    first = iter([start])
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: next(first)(thread))
+    with pytest.raises(StopIteration):
+        _workers._start(2)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_an_error_in_a_job_is_raised_and_stops_the_rest():
     done = []
 
