@@ -24,7 +24,7 @@ def triton_available() -> bool:
     """Return True if Triton is installed, without importing it."""
     try:
         return importlib.util.find_spec("triton") is not None
-    except ValueError:  # a blocked import leaves sys.modules["triton"] = None
+    except ValueError:  # sys.modules["triton"] is a stub without a spec
         return False
 
 

@@ -65,7 +65,7 @@ def test_equals_the_result_worked_out_by_hand(case, example, backend, device):
 
 @pytest.mark.covering(2)
 @more_routines
-@pytest.mark.parametrize("shape", [(1, 1), (3, 50), (2, 129)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 48), (2, 129)], ids=str)
 @pytest.mark.parametrize("source", ["seeds", "generator", "default generator"])
 def test_equals_the_oracle_on_the_draws_of_numpy(routine, shape, source, backend, device):
     """The choice of a row depends on its seed, and without seeds each call draws one from its generator."""

@@ -104,13 +104,26 @@ def test_with_a_single_resource_the_caller_runs_the_jobs():
 
 
 def test_the_thread_count_of_other_threads_is_unchanged():
-    run_jobs([lambda _: None] * 9, [None] * (_workers._pool.size + 1))  # one thread more than exist: all start anew
+    many = threading.active_count() + 1  # more threads than exist: all start anew
+    run_jobs([lambda _: None] * 9, [None] * many)
     assert torch.get_num_threads() == 2
     seen = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     later.start()
     later.join()
     assert seen == [2]
+
+
+def test_threads_that_cannot_all_start_end(monkeypatch):
+    """As in a container that limits their number."""
+    before, start = set(threading.enumerate()), threading.Thread.start
+    first = iter([start])
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: next(first)(thread))
+    with pytest.raises(StopIteration):
+        _workers._start(2)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_an_error_in_a_job_is_raised_and_stops_the_rest():

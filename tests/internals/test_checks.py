@@ -1,22 +1,25 @@
 """Choice of the backend where Triton is missing."""
 
 import re
+import sys
 import warnings
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from dllm_kernels._checks import _backend
 
 
-def test_a_gpu_without_triton_warns_once(monkeypatch):
-    monkeypatch.setattr(_backend, "triton_available", lambda: False)
+@pytest.mark.parametrize("module", [None, ModuleType("triton")], ids=["blocked", "a stub"])
+def test_a_gpu_without_triton_warns_once(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", module)
+    monkeypatch.setattr(_backend, "triton_available", _backend.triton_available.__wrapped__)
     monkeypatch.delenv("DLLM_KERNELS_BACKEND", raising=False)
     _backend._warn_without_triton.cache_clear()
     on_gpu, on_cpu = (SimpleNamespace(is_cuda=cuda, device=SimpleNamespace(type="cuda")) for cuda in (True, False))
     message = r"^tensors on cuda take the slower PyTorch path, because triton is not installed; .*: pip install 'triton"
     with pytest.warns(UserWarning, match=message):
-        assert not _backend.use_triton("auto", on_gpu)
+        assert _backend.use_triton("auto", on_gpu) is False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not any(_backend.use_triton("auto", t) for t in (on_gpu, on_cpu))

@@ -91,6 +91,7 @@ def run_kernel(z, t, rest, options, steps=({}, {}), *, out=None, rows=True):
     into = z.clone() if in_place else z
     value, alpha, agree, kept = kernel.divergence(into, request, with_grad=in_place)
     if not in_place:
+        assert kept.stats.shape[1] == 8  # four norms, a, and three sums that are terms of the gradient, too
         kernel.divergence_grad(z, request, kept, out)
     return value, alpha, into if in_place else out, agree
 

@@ -480,6 +480,10 @@ def test_records_of_one_head_are_one_call_of_all_depths(flat, per_depth):
         torch.testing.assert_close(other, expected)
     for ours, wanted in zip(*(torch.autograd.grad(x, [*hidden, weight]) for x in (found, expected)), strict=True):
         assert torch.equal(ours, wanted)
+    scaled = [LinearLogits(h, weight, scale=1.0 + k) for k, h in enumerate(hidden)]
+    stored = [(1.0 + k) * h @ weight.t() for k, h in enumerate(hidden)]
+    results = (calculate_mtp_loss(MaskedCrossEntropy(), mtp_per_depth_logits=x, **options) for x in (scaled, stored))
+    torch.testing.assert_close(*(x.loss if per_depth else x for x in results))
 
 
 def test_pipeline_loss_of_records():

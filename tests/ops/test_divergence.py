@@ -515,6 +515,9 @@ def test_the_mass_outside_of_the_draft_s_vocabulary(backend):
     torch.testing.assert_close(*(0.8 * torch.autograd.grad(draft.loss, z)[0], torch.autograd.grad(full.loss, z)[0]))
     tv = divergence(z, q.log(), kind="tv", draft_to_target=columns, teacher="full", backend=backend)
     assert tv.loss.item() == pytest.approx(0.2)
+    jsd = {"kind": "jsd", "beta": 0.3, "draft_to_target": columns, "teacher": "full"}
+    found, expected = divergence(z, q.log(), **jsd, backend=backend), reference.divergence(z, q.log(), **jsd)
+    torch.testing.assert_close(found.loss, expected.loss)
     best = divergence(z, q.log(), kind="teacher_ce", draft_to_target=columns, teacher="full", backend=backend)
     of_best = torch.eye(3, dtype=z.dtype, device=DEVICE)[:1]  # of the teacher's token 2
     torch.testing.assert_close(torch.autograd.grad(best.loss, z)[0], z.detach().exp() - of_best)

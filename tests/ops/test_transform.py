@@ -187,13 +187,14 @@ def test_small_logits_under_a_large_cap_keep_their_precision(dtype, path):
         assert_as_good_as_plain([g], [e], 0.0, sizes={V})
 
 
-def test_a_slope_far_beyond_the_cap_keeps_its_precision():
-    """Computing 1 - tanh^2, as plain PyTorch does, would be off by the rounding of 1."""
+@pytest.mark.parametrize("steps", [{"softcap": 1.0}, {"scale": 1.5}, {"scale": 1.5, "skip_id": 2}], ids=names)
+def test_slopes_keep_their_precision(steps):
+    """Far beyond a cap, computing 1 - tanh^2, as plain PyTorch does, would be off by the rounding of 1."""
     pytest.importorskip("triton")
     x, y = torch.tensor([[0.0, 6.0, -8.0, 12.0]], device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     one = torch.ones(1, device=DEVICE)
-    ours = value_and_grads(lambda x: token_nll(x, y, softcap=1.0, backend="triton").nll, [x], one)
-    exact = value_and_grads(lambda x: reference.token_nll(reference.transformed(x, 1.0), y), [x.double()], one)
+    ours = value_and_grads(lambda x: token_nll(x, y, **steps, backend="triton").nll, [x], one)
+    exact = value_and_grads(lambda x: reference.token_nll(reference.transformed(x, **steps), y), [x.double()], one)
     torch.testing.assert_close(ours[1].double(), exact[1], rtol=1e-5, atol=0)
 
 

@@ -55,7 +55,7 @@ EVERY_DAY = {
         "metrics_of_a_smaller_vocabulary", "a_mesh_dimension_of_one_rank", "split_rows_of_hidden[token_nll]",
         "token_log_probs_with_a_split_head", "autocast_with_a_split_head", "tp_linear_sample[top_k]",
         "fsdp_soft_embedding", "split_rows_with_extra[token_nll]", "fsdp_output_dtype_of_counts",
-        "tp_divergence_of_logits[lk, mean]", "targets_and_masks_as_dtensors[token_nll]",
+        "tp_divergence_of_logits[lk, mean]", "targets_and_masks_as_dtensors[token_nll]", "tp_extra[row_objective]",
         "a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary",
     },
     4: {

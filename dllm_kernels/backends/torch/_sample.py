@@ -42,8 +42,6 @@ def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> ScoreAn
     C, device = logits.shape[0], logits.device
     score = torch.full((C,), -math.inf, dtype=torch.float64, device=device)
     out = score, torch.zeros(C, dtype=torch.int64, device=device)
-    if not C:
-        return out
     source, size, buffers = _blocks_of(logits)
     parts = [None] * -(-C // size) if noise is None else _blocks.split_all(noise, size)
     candidates: list[Any] = [None] * len(parts)

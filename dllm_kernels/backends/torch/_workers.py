@@ -35,15 +35,14 @@ class _Pool:
 
     def reset(self) -> None:
         self.lock = threading.Lock()
-        self.executor: ThreadPoolExecutor | None = None
-        self.size = 0
+        self.started: tuple[ThreadPoolExecutor, int] | None = None
 
     def at_least(self, count: int) -> ThreadPoolExecutor:
         """Return an executor with at least ``count`` threads, all started."""
         with self.lock:
-            if self.executor is None or self.size < count:
-                self.executor, self.size = _start(count), count
-            return self.executor
+            if self.started is None or self.started[1] < count:
+                self.started = _start(count), count
+            return self.started[0]
 
 
 def _start(count: int) -> ThreadPoolExecutor:
