@@ -482,9 +482,13 @@ def done(jobs: list[Job], places: list[Workplace], label: str) -> Iterator[tuple
 
 
 def recorded(root: Path, out: Path, patterns: Sequence[str], places: list[Workplace]) -> Calls:
-    """Return the lines that each test executes. Files of tests that have changed since ``out`` are run again."""
+    """Return the lines that each test executes. Files of tests that have changed since ``out`` are run again.
+
+    A change of what they share changes their tests, and runs all again.
+    """
     paths = sorted({path for pattern in patterns for path in root.glob(pattern)})
-    hashes = {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+    shared = b"".join(p.read_bytes() for p in sorted(root.glob("tests/**/*.py")) if not p.name.startswith("test_"))
+    hashes = {str(p.relative_to(root)): hashlib.sha256(shared + p.read_bytes()).hexdigest() for p in paths}
     old = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     calls = {record["path"]: record for record in old if hashes.get(record["path"]) == record["hash"]}
     init = (root / PACKAGE / "__init__.py").read_bytes()
