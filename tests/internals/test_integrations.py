@@ -58,10 +58,7 @@ def test_a_result_of_another_rank_counts(monkeypatch, world):
 
 
 def test_a_test_of_attention_reshards_the_parameters_it_gathered(monkeypatch):
-    class Sharded(torch.nn.Linear):
-        def reshard(self):
-            resharded.append(self)
-
+    Sharded = type("Sharded", (torch.nn.Linear,), {"reshard": lambda module: resharded.append(module)})
     resharded, model = [], torch.nn.Sequential(Sharded(2, 2), torch.nn.Linear(2, 2))
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FSDPModule=Sharded))
     with _attention.unchanged(model, torch.device("cpu")):

@@ -62,7 +62,11 @@ def tp_linear_sample_of_few_columns():
         h, w, _, seeds = draw(columns)
         for temperature in (0, 1.0):
             options = {"seeds": seeds, "temperature": temperature, "return_top": columns}
-            for more in ({}, {"top_k": columns - 1, "top_p": 0.83}, {"min_p": 0.2}):
+            for more in (
+                {},
+                {"top_k": columns - 1, "top_p": 0.83},
+                {"min_p": 0.2, "softcap": 2.0, "untruncated_log_probs": True},
+            ):
                 every = options | more
                 same(linear_sample(h, shard(w, mesh, Shard(0)), **every), linear_sample(h, w, **every))
 
