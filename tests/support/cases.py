@@ -474,7 +474,11 @@ _ENCODER = Case(
 
 _OPS = {case.name: case for case in (_ROW_STATS, _ROW_OBJECTIVE, _TOPK)}
 PLAIN = (
-    *(_OPS.get(case.name) or Case.of_op(case) for case in FIRST_OPS if case.oracle and len(case.kinds) == 2),
+    *(  # token_log_probs is row_stats, with a temperature for its transform
+        _OPS.get(case.name) or Case.of_op(case)
+        for case in FIRST_OPS
+        if case.oracle and len(case.kinds) == 2 and case.name != "token_log_probs"
+    ),
     _MDLM,
     replace(
         _MDLM, name="mdlm, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),
