@@ -58,7 +58,8 @@ class Rows(NamedTuple):
 
 def teacher_of(x: Any) -> Any:
     """Return logits of a teacher, without the low-rank part of a head. Each row is a function of the student's."""
-    teacher = map_rows(detached(x), lambda t: 1.5 * t.roll(1, -1))
+    # A roll, which DTensors of torch 2.11 do not have.
+    teacher = map_rows(detached(x), lambda t: 1.5 * torch.cat([t[..., -1:], t[..., :-1]], -1))
     return replaced(teacher, extra=None) if isinstance(x, LinearLogits) else teacher
 
 
