@@ -137,6 +137,7 @@ def test_reading_them_under_no_grad_keeps_their_gradient(mode):
 
 PASSES = {
     "a sum": (lambda rows: rows.exp().sum(), 1),
+    "a function of two values": (lambda rows: (rows.exp() / rows.log1p() - rows).sum(), 1),
     "a sum of weighted rows": (lambda rows: (rows.sqrt() * torch.ones(3, device=DEVICE)).mean(), 1),
     "values": (lambda rows: (lambda r: torch.min(r * 2, r.clamp(max=1) + 1).sum() + r.sum())(rows.exp()), 2),
 }
