@@ -266,6 +266,8 @@ def _size(rows: Tensor) -> Tensor:
 
 @rule("broadcast_tensors")
 def _broadcast(_: DeferredLogits, call: Call) -> Any:
+    if not all(isinstance(t, Tensor) for t in call.args):
+        return NotImplemented
     shape = torch.broadcast_shapes(*(t.shape for t in call.args))  # type: ignore[no-untyped-call]
     return tuple(t if t.shape == shape else t.expand(shape) for t in call.args)
 

@@ -46,6 +46,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+
+
 def _is_constant(value: Any) -> bool:
     """Return True for a tensor that may be a coefficient."""
     return (
@@ -94,6 +98,8 @@ def _sum(x: DeferredNLL, call: Call) -> Any:
     args = arguments(("input", "other", "alpha"), call.args, call.kwargs)
     alpha, name = args.get("alpha", 1), call.function.__name__
     if len(args) - ("alpha" in args) != 2 or not _is_number(alpha) or not math.isfinite(alpha):
+        return NotImplemented
+    if isinstance(alpha, bool) or (name != "add" and any(map(_is_bool, args.values()))):  # torch refuses these
         return NotImplemented
     terms = [(args["input"], -alpha if "rsub" in name else 1), (args["other"], -alpha if name[:3] == "sub" else 1)]
     if name == "add":
@@ -216,10 +222,11 @@ def _cloned(x: DeferredNLL, call: Call) -> Any:
     return x.changed(needs=x.needs)  # in the forward of a Function, whose output has a graph later
 
 
-@rule("float", "double", "to")
+@rule("float", "double", "to", "type_as")
 def _cast(x: DeferredNLL, call: Call) -> Any:
     dtype = {"float": torch.float32, "double": torch.float64}.get(call.function.__name__, x.dtype)
     for value in (*call.args, *call.kwargs.values()):
+        value = value.dtype if isinstance(value, Tensor) and value.device == x.device else value
         if not isinstance(value, torch.dtype) or not value.is_floating_point:
             return NotImplemented
         dtype = value
@@ -254,6 +261,8 @@ def _product(x: DeferredNLL, call: Call) -> Any:
     first, second = call.args[::-1] if call.function.__name__ == "__rmatmul__" else call.args
     other = second if first is x else first
     if not _is_constant(other) or other.dtype != x.dtype or other.dim() != 1 or not x.ndim:
+        return NotImplemented
+    if call.function.__name__ in ("dot", "vdot") and x.ndim > 1:  # torch refuses it
         return NotImplemented
     dim = x.ndim - 1 if first is x or call.function.__name__ == "inner" else max(x.ndim - 2, 0)
     if x.shape[dim] != len(other):

@@ -74,7 +74,8 @@ def _terms(x: DeferredLogits, call: Call) -> tuple[Any, int]:
     others = [value for value in args.values() if value is not x]
     sign = -1 if "sub" in name else 1
     reversed_ = "rsub" in name or ("sub" in name and args.get("other") is x)
-    unit = not isinstance(alpha, Tensor) and alpha == 1  # a tensor: add(z, alpha, other), which is deprecated
+    # torch refuses True; with a tensor it is add(z, alpha, other), which is deprecated
+    unit = not isinstance(alpha, Tensor | bool) and alpha == 1
     return (others[0], sign) if len(others) == 1 and not reversed_ and unit else (None, 0)
 
 

@@ -128,10 +128,13 @@ def _in_place_rule(name: str) -> Rule:
             result = recorded(lambda z, m, v: z.masked_fill(m, v), before, mask, value, operation="setitem")
         else:
             function = getattr(Tensor, name)
-            result = recorded(
-                lambda z, args, kwargs: function(z, *args, **kwargs).to(z.dtype), before,
-                [before if x is p else x for x in call.args], call.kwargs, operation=name,
-            )  # fmt: skip
+            operands = [before if x is p else x for x in call.args]
+
+            def changed(z: Tensor, args: Any, kwargs: Any) -> Tensor:
+                value: Tensor = function(z, *args, **kwargs)
+                return value if value.is_complex() else value.to(z.dtype)  # the former is refused
+
+            result = recorded(changed, before, operands, call.kwargs, operation=name)
         if result is NotImplemented or result.shape != p.shape:
             return NotImplemented
         p.become(result)

@@ -143,14 +143,15 @@ def recorded(
     def imitated(make: Callable[[Tensor], Tensor]) -> Any:
         operands = [make(getattr(v, "meta", v)) for v in (*sources, *tensors)]
         try:
-            return step(*operands)
+            result: Any = step(*operands)
         except Exception:  # the error is that of the operation itself
             return None
+        return result if isinstance(result, Tensor) else None  # such as NotImplemented
 
     with torch.no_grad():
         meta = imitated(lambda t: torch.empty_like(t, device="meta"))
         shape = None if meta is None else tuple(meta.shape) if reduces else tuple(meta.shape[:-1])
-        if shape != tuple(rows) or not (reduces or meta.dim()):
+        if shape != tuple(rows) or not (reduces or meta.dim()) or meta.is_complex():
             return NotImplemented
         if dtype is None and autocasts(x.hidden):
             small = imitated(lambda t: torch.zeros([min(n, 2) for n in t.shape], dtype=t.dtype, device=device))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dllm_kernels.deferred import _expressions
 from dllm_kernels.deferred._classes import ConstantRows, DeferredColumn
@@ -168,6 +168,25 @@ def test_sums_of_a_function_of_rows_take_one_pass_and_other_uses_share_the_value
     assert len(calls) == passes
 
 
+PARTS = {
+    "chunk": lambda z: z.chunk(2, 1), "split": lambda z: z.split(1, 1), "unbind": lambda z: z.unbind(0),
+    "a permuted split": lambda z: [part.mT for part in z.split(2, 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_logits_are_materialized_by_one_operation_as_those_of_tensors_are(name):
+    """Its backward concatenates their gradients, where that of each would make a gradient of all logits."""
+    model, hidden = Model().to(DEVICE), torch.randn(2, 4, D, device=DEVICE, requires_grad=True)
+    with deferred_logits(model):
+        first, second, *_ = PARTS[name](3 * torch.tanh(model(hidden) / 3))
+    nodes = [part.sin().grad_fn.next_functions[0][0] for part in (first, second)]
+    while nodes[0].name() == "TransposeBackward0":
+        nodes = [node.next_functions[0][0] for node in nodes]
+    assert nodes[0] is nodes[1]
+    assert nodes[0].name() in ("SplitBackward0", "UnbindBackward0")
+
+
 REFUSED = {
     "a class": lambda z: z[..., V],
     "a class that is set": lambda z: z.__setitem__((..., -V - 1), -torch.inf),
@@ -243,7 +262,8 @@ ODD = [  # operands after the first one, or all of them
     (MASK.double(),), (MASK,), (TARGETS[..., None],), ((-1, 0),), (..., 0), (..., ..., 0), (TARGETS < 2,), (X,), (X, X),
     (TARGETS < 2, 0.5), (TARGETS < 2, ROWS), (MASK, 1.5), (MASK.float(), X), (0, True), (-1, True), (0, 0), (1, -1, 2),
     (X, ROWS, X), (MASK, X, 1.0), (TARGETS[..., None] < 2, X), (TARGETS < 2, X, ROWS), (TARGETS < 2, X, X),
-    (ROWS, {"alpha": math.inf}), (2, {"alpha": 2}), (ROWS, {"out": ROWS.clone()}), ({"dtype": torch.float64},),
+    (ROWS, {"alpha": math.inf}), (2, {"alpha": 2}), (2, {"alpha": True}), (ROWS, {"out": ROWS.clone()}),
+    ({"dtype": torch.float64},),
     (torch.float64, True), ({"dim": ()},), (ROWS[0],), (ROWS[:, 0],), (ROWS[:, :1],), (math.inf,),
     ("ij,ij->ij", X, X), ("ij,ij", X, ROWS), ("ij,ij", X, ROWS.double()), ("ij,jk->ik", X, ROWS.mT), ("ij->ji", X),
     ("ij,kl->ijkl", X, ROWS), ("...,...->...", X, ROWS), ("ijk,ijk->ij", X, MASK.float()), ("ijk->ik", X),
@@ -305,9 +325,13 @@ CALLS = [
 ]
 
 
+def differentiable(results):
+    return [t.requires_grad for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+
+
 @pytest.mark.parametrize(("kind", "receivers", "function"), CALLS)
 def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind, receivers, function):
-    """One function of each rule. What torch refuses may be refused later, when the values are computed."""
+    """One function of each rule. What torch refuses is refused, perhaps later, when the values are computed."""
     plain, model, hidden = Model().to(DEVICE), Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
 
     def read(t):
@@ -335,10 +359,13 @@ def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind, recei
             try:
                 expected = result(plain, receive, operands)
             except Exception:
+                with pytest.raises((RuntimeError, IndexError, TypeError, ValueError, NotImplementedError)):
+                    result(model, receive, operands)
                 continue
             if expected is not NotImplemented:
                 found = result(model, receive, operands)
                 torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+                assert differentiable(found) == differentiable(expected)
 
 
 @pytest.mark.parametrize("kind", RECEIVERS)
