@@ -198,19 +198,58 @@ class _BucketDivergence(NamedTuple):
             log_p = torch.cat([log_p, rest], -1)
             no_rest = torch.cat([torch.zeros_like(missing), rest == -math.inf], -1)
             log_q = log_q.masked_fill(no_rest, -math.inf)
-        else:
-            log_p = log_p - torch.logsumexp(log_p, -1, keepdim=True)
-        a = torch.minimum(log_p, log_q).detach().exp().sum(-1)
-        return self.value_scale * self._divergence(log_p, log_q), a
+        a = torch.minimum(self.normalized(log_p.detach()), log_q).exp().sum(-1)
+        return self.value_scale * _of_rows(log_p, log_q, self), a
 
-    def _divergence(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+    def normalized(self, log_p: Tensor) -> Tensor:
+        return log_p if self.tail else log_p - torch.logsumexp(log_p, -1, keepdim=True)
+
+    def value(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         if self.kind == "kl":
             return _kl(log_q, log_p)
         if self.kind == "rkl":
             return _kl(log_p, log_q)
-        m = self.beta * log_q.exp() + (1 - self.beta) * log_p.exp()
-        log_m = torch.where(m == 0, 1.0, m).log()  # then p and q are 0, too
+        log_m = self.log_mixture(log_p, log_q)
         return self.beta * _kl(log_q, log_m) + (1 - self.beta) * _kl(log_p, log_m)
+
+    def slope(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        """Return the derivative of the value by each entry of ``log_p``; it is 0 where p = 0, but for "kl"."""
+        p = log_p.exp()
+        if self.kind == "kl":
+            return -log_q.exp()
+        if self.kind == "rkl":
+            slope = p * (log_p - log_q + 1)
+        else:
+            slope = (1 - self.beta) * p * (log_p - self.log_mixture(log_p, log_q))
+        return slope.masked_fill(log_p == -math.inf, 0.0)
+
+    def log_mixture(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        m = self.beta * log_q.exp() + (1 - self.beta) * log_p.exp()
+        return torch.where(m == 0, 1.0, m).log()  # then p and q are 0, too
+
+
+class _OfRows(torch.autograd.Function):
+    """The divergence of each row; the gradient of a row without an upstream gradient is 0, whatever the row holds."""
+
+    @staticmethod
+    def forward(ctx: Any, log_p: Tensor, log_q: Tensor, fn: _BucketDivergence) -> Tensor:
+        ctx.save_for_backward(log_p, log_q)
+        ctx.fn = fn
+        return fn.value(fn.normalized(log_p), log_q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        log_p, log_q = ctx.saved_tensors
+        upstream = grads[0].unsqueeze(-1)
+        normalized = ctx.fn.normalized(log_p)
+        grad = upstream * ctx.fn.slope(normalized, log_q)
+        if not ctx.fn.tail:
+            grad = grad - normalized.exp() * grad.sum(-1, keepdim=True)
+        return torch.where((upstream != 0) | grad.isfinite(), grad, 0.0), None, None
+
+
+def _of_rows(log_p: Tensor, log_q: Tensor, fn: _BucketDivergence) -> Tensor:
+    return _OfRows.apply(log_p, log_q, fn)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:

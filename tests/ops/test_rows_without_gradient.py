@@ -22,6 +22,7 @@ WEIGHTS = torch.tensor([1.5, 1.0, 0.0, 0.0, 1.0, -2.0], device=DEVICE)
 WITHOUT, OTHERS = [1, 2, 3], [0, 4, 5]
 ON = (WEIGHTS != 0) & (TARGETS != -100)
 HARMLESS = torch.tensor([0.5, 0.0, 0.0, 0.0, 1.0, 2.0])
+ONE_ZERO = torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0, 2.0])
 HARMFUL = torch.tensor([0.5, INF, NAN, -INF, 1.0, 2.0])
 TOP = (torch.arange(N, device=DEVICE)[:, None] + torch.arange(3, device=DEVICE)).where(TARGETS[:, None] >= 0, -100)
 TOP_LOG_PROBS = torch.full(TOP.shape, -2.0, device=DEVICE)
@@ -88,19 +89,21 @@ TRAINED = {"logits": "1", "frozen": "10010", "trained": "11111", "U": "10011", "
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
-def gradients(function, trained, dtype, upstream, **options):
-    """Return the gradients of the trained leaves; rows that are not read hold NaN."""
+def gradients(function, trained, dtype, upstream, filling=None, **options):
+    """Return the gradients of the trained leaves; rows that are not read hold NaN, and ``filling`` is in another."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((N, V),) if trained == "1" else ((N, D), (V, D), (V,), (N, 2), (V, 2))
     leaves = [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
     for t in leaves:
         if len(t) == N:
             t[WITHOUT[1:] if function is cross_entropy else WITHOUT] = NAN
+            if filling is not None:
+                t[OTHERS[1], 0] = filling
     for t, train in zip(leaves, trained, strict=True):
         t.requires_grad_(train == "1")
     x = leaves[0] if trained == "1" else LinearLogits(*leaves[:3], tuple(leaves[3:]), chunk_size=2)
     value = function(x, **options)
-    assert value.isfinite().all()
+    assert filling is not None or value.isfinite().all()
     value.backward(upstream.to(DEVICE, torch.promote_types(dtype, torch.float32)))
     return [t.grad for t in leaves if t.requires_grad]
 
@@ -133,6 +136,28 @@ def test_any_upstream_gradient_of_a_sum_stays_out_of_rows_without_a_gradient(
         elif len(grad) == N:
             assert grad[WITHOUT].eq(0).all()
             assert not grad[OTHERS].isfinite().any()
+
+
+KINDS = [(function, {}) for function in OF_ROWS] + [
+    (topk_divergence, {"kind": kind, "tail": tail}) for kind in ("kl", "rkl", "jsd") for tail in (True, False)
+]  # fmt: skip
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("filling", [NAN, INF, -INF])
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("function", "options"), KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_upstream_gradient_of_zero_leaves_out_a_row_without_finite_values(
+    function, options, trained, filling, dtype, backend
+):
+    """Not every NaN is in a row of weight 0: a trainer may multiply the values of rows by a mask of its own."""
+    grads = []
+    for value in (filling, 1.0):
+        grads.append(gradients(function, TRAINED[trained], dtype, ONE_ZERO, filling=value, backend=backend, **options))
+    for a, b in zip(*grads, strict=True):
+        assert b.isfinite().all()
+        assert torch.equal(a, b)
 
 
 # Kinds without a gradient in a row: a < floor, no column for the teacher's argmax, no target
