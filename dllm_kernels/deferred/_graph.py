@@ -234,6 +234,7 @@ class _Values(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, dense: Sequence[Tensor]) -> Tensor:
         ctx.deferred_node = x.grad_fn
+        ctx.set_materialize_grads(False)  # torch has no gradient of norm(0), and the parameters get none
         return dense[0].detach()  # no view, which torch treats differently, with the version of the values
 
     @staticmethod
@@ -247,6 +248,7 @@ class _Become(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, values: Tensor) -> Any:
         ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
         return x
 
     @staticmethod

@@ -52,6 +52,7 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
     rest = [d for d in range(x.ndim) if d != x.axis]
     if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
         return None
+    index = index.remainder(x.shape[x.axis]) if along else index  # as take_along_dim does
     return index.movedim(x.axis, -1)
 
 

@@ -47,7 +47,10 @@ KNOWN = (
 )  # fmt: skip
 VIEWS = "T", "mT", "H", "mH", "real", "data"  # attributes that are tensors
 EXPOSING = "numpy", "__array__", "__dlpack__", "untyped_storage", "data_ptr"  # whose results share memory
-RESHAPED = "unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"
+RESHAPED = (
+    "as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_",
+    "unsqueeze_",
+)  # fmt: skip
 FIRST = "input", "tensors", "self"
 RENAMED = {"axis": "dim", "keepdims": "keepdim"}
 # Their rules take all arguments, because the deferred tensor may be any of them.
@@ -537,6 +540,8 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     def change(values: Tensor) -> None:
         plain = _pytree.tree_map(lambda x: values if x is changed else _plain(x, name), (args, kwargs))
         func(*plain[0], **plain[1])
+        if values.shape != changed.shape:  # such as addbmm_ of one element
+            _refuse_shape_change(name)
 
     changed.in_place(name, change)
     return None if name == "__setitem__" else changed

@@ -230,12 +230,14 @@ def _summed(x: Any, call: Call) -> Any:
 
 @_fallback("gather", "take_along_dim")
 def _gathered(x: Any, call: Call) -> Any:
-    names = ("indices", "dim") if call.function.__name__ == "take_along_dim" else ("dim", "index", "sparse_grad")
+    along = call.function.__name__ == "take_along_dim"
+    names = ("indices", "dim") if along else ("dim", "index", "sparse_grad")
     args = arguments(names, call.args, call.kwargs)
     ids = args.get("index", args.get("indices"))
     whole = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1] and ids.dtype == torch.int64
     if not whole or not _on_classes(x, args.get("dim")) or args.get("sparse_grad"):
         return NotImplemented
+    ids = ids.remainder(x.shape[-1]) if along else ids
     return recorded(
         lambda z, index: z.gather(-1, index.broadcast_to(*z.shape[:-1], index.shape[-1])), x, ids, operation="gather"
     )

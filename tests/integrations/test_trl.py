@@ -548,8 +548,13 @@ def test_the_iteration_that_changes_the_masks_is_an_option():
 def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
     ids, not_padding, keep = batch()
     model = Model().bfloat16()
-    plain, wide = (Trainer(mask_token_id=MASK, cast_lm_head_to_fp32=on) for on in (False, True))
-    low, high = (t._get_per_token_logps_and_entropies(model, ids, not_padding, keep)[0].detach() for t in (plain, wide))
+    plain, wide, older = (Trainer(mask_token_id=MASK, cast_lm_head_to_fp32=on) for on in (False, True, False))
+    vars(older.args).pop("cast_lm_head_to_fp32")  # older arguments have no such field
+    trainers = plain, wide, older
+    low, high, same = (
+        t._get_per_token_logps_and_entropies(model, ids, not_padding, keep)[0].detach() for t in trainers
+    )
+    assert torch.equal(same, low)
     assert high.dtype == torch.float32
     assert not torch.equal(low, high)
     torch.testing.assert_close(low, high, rtol=0.05, atol=0.05)
