@@ -237,10 +237,12 @@ def _gathered(x: Any, call: Call) -> Any:
     whole = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1] and ids.dtype == torch.int64
     if not whole or not _on_classes(x, args.get("dim")) or args.get("sparse_grad"):
         return NotImplemented
-    ids = ids.remainder(x.shape[-1]) if along else ids
-    return recorded(
-        lambda z, index: z.gather(-1, index.broadcast_to(*z.shape[:-1], index.shape[-1])), x, ids, operation="gather"
-    )
+
+    def entries(z: Tensor, index: Tensor) -> Tensor:
+        index = index.broadcast_to(*z.shape[:-1], index.shape[-1])
+        return z.gather(-1, index.remainder(z.shape[-1]) if along else index)  # as take_along_dim does
+
+    return recorded(entries, x, ids, operation="gather")
 
 
 class Stack(DeferredTensor):
