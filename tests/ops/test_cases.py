@@ -23,7 +23,6 @@ from tests.support.op_cases import (
     name_of,
     results,
 )
-from tests.support.rows import PATHS, on_path
 
 # With the ops that take no logits.
 ALL = [*OF_EVERY_KIND, *((None, case) for case in OP_CASES if not case.kinds)]
@@ -183,11 +182,6 @@ def test_inactive_rows_are_not_read(kind, case, dtype, backend):
 
 
 OF_IDS = [(kind, case) for kind, case in OF_EVERY_KIND if {"nll", "log_probs"} & set(case.differentiable)]
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return on_path(request.param, monkeypatch)
 
 
 @pytest.mark.covering(2, most=2)

@@ -28,13 +28,6 @@ SHAPES = [(2 + k % 4, 3 * (4 + (5 * k) % 7)) for k in range(STEPS)]
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 class Step:
     """Draws of step k: shape, tensors of usual kinds, and numbers that change with k."""
 

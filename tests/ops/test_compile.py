@@ -45,13 +45,6 @@ ALIKE = ("dflash, one block", "dflash, no decay", "mdlm, shift", "mdlm, counted,
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def make_step(case, form, inputs):
     """Build a small training step: a layer, the loss, a weighted sum of its rows."""
 

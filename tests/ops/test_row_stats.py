@@ -10,33 +10,21 @@ import torch
 import reference
 from dllm_kernels.ops import RowStats, row_stats
 from tests.conftest import DEVICE
-from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
+from tests.support.inputs import SHAPES, Source, skip_unjudged
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
 from tests.support.readme import ROOT
 from tests.support.rows import (
-    PATHS,
     SPREAD,
     around_a_transform,
     between_ordinary_rows,
     extreme_rows,
     of_each_backend,
-    on_path,
 )
 from tests.support.statistics import DIFFERENTIABLE, EVERY_FLAG, FLAGS, STATISTICS, differentiable, statistics
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return on_path(request.param, monkeypatch)
-
-
-@pytest.fixture(params=SOURCES, ids="-".join)
-def source(request, monkeypatch):
-    return on_source(request.param, monkeypatch)
 
 
 def options(shape, V, K, dtype=torch.float32, *, mix=True, skip_id=None, seed=0):

@@ -11,18 +11,13 @@ import reference
 from dllm_kernels import soft_embedding
 from tests.conftest import DEVICE
 from tests.support.parity import assert_as_good_as_plain, largest_error, reduction_sizes
-from tests.support.rows import PATHS, of_each_backend, on_path
+from tests.support.rows import of_each_backend
 
 B, L, V, D, E = 2, 6, 37, 5, 4
 NAN = math.nan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSFORMS = ({}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 2.0, "scale": 0.6, "skip_id": 3})
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return on_path(request.param, monkeypatch)
 
 
 def draw(dtype, seed=0):

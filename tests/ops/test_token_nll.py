@@ -9,7 +9,7 @@ import torch
 import reference
 from dllm_kernels.ops import token_nll, weighted_nll
 from tests.conftest import DEVICE
-from tests.support.inputs import KINDS, SHAPES, SOURCES, Source, exact, on_source, skip_unjudged
+from tests.support.inputs import KINDS, SHAPES, Source, exact, skip_unjudged
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_close_with_grads,
@@ -22,27 +22,15 @@ from tests.support.parity import (
     value_and_grads,
 )
 from tests.support.rows import (
-    PATHS,
     SHARED,
     between_ordinary_rows,
     extreme_rows,
     laid_out,
-    on_path,
 )
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.fixture(params=PATHS)
-def path(request, monkeypatch):
-    return on_path(request.param, monkeypatch)
-
-
-@pytest.fixture(params=SOURCES, ids="-".join)
-def source(request, monkeypatch):
-    return on_source(request.param, monkeypatch)
 
 
 # (shape of the rows, V, rows per chunk): a chunk of each row, several chunks, one that is not full, all rows in one
