@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,25 @@ def test_equals_the_result_worked_out_by_hand(case, example, backend, device):
             assert mask.data_ptr() != out[1].data_ptr()
         assert same(given, before)
     assert not case.oracle(ids, mask * 0, seeds)[1].any()
+
+
+LONG = 4200  # more positions than a kernel holds in registers
+WHOLE = [name for name, case in ROUTINES.items() if case.number and case.columns(LONG) == 1]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("routine", [ROUTINES[name] for name in WHOLE], ids=WHOLE)
+def test_an_exact_number_of_a_row_longer_than_the_registers(routine, padded, backend, device):
+    ids, loss_mask, seeds = batch(2, LONG, device)
+    starts, levels = [3, 4100] if padded else [0, 0], torch.tensor([1e-5, 0.7])  # a share of less than one position
+    given = {"level": levels} if "level" in routine.inputs(ids) else {}
+    more = given | {"start": torch.tensor(starts)} if padded else given
+    out = routine(ids, loss_mask, seeds=seeds, backend=backend, **{name: t.to(device) for name, t in more.items()})
+    for b, first in enumerate(starts):
+        row = slice(b, b + 1)
+        alone = replace(routine, inputs=lambda _, of_row=row: {name: t[of_row] for name, t in given.items()})
+        expected = alone.oracle(ids[row, first:].cpu(), loss_mask[row, first:].cpu(), seeds[row].cpu())
+        assert same([t[row, first:].cpu() for t in out], expected)
 
 
 @pytest.mark.covering(2)

@@ -61,16 +61,6 @@ def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):
         assert same([t[b : b + 1, first:] for t in outputs], alone)
 
 
-def test_padded_rows_longer_than_the_registers(device):
-    ids, loss_mask, seeds = batch(2, 4200, device)
-    start = torch.tensor([3, 4100], device=device)
-    by_kernel, by_torch = (
-        corruption.corrupt_blockwise(ids, loss_mask, MASK, seeds=seeds, start=start, backend=b)
-        for b in ("triton", "torch")
-    )
-    assert same(by_kernel, by_torch)
-
-
 @pytest.mark.everyday(3)
 @pytest.mark.parametrize("D", [3, 40, 200, 5000])
 def test_gumbel_topk_of_padded_rows(D, backend, device):

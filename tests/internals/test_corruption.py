@@ -182,7 +182,8 @@ def test_the_requested_backend_runs(routine, monkeypatch, device):
 def test_every_kind_is_described_and_every_path_rejects_one_without_a_branch(monkeypatch, device):
     """It lacks one in ``body``, in the lists of the launcher, or in the kernel of kinds with independent positions."""
     ids, loss_mask, seeds = batch(2, 9, device)
-    missing = [kind for kind in ops.TIMES if f"\n    {kind} " not in ops.Routine.__doc__]
+    kinds = {*ops.TIMES, *kernels._INDEPENDENT, *kernels._EXACT}
+    missing = [kind for kind in kinds if f"\n    {kind} " not in ops.Routine.__doc__]
     assert not missing, f"add a row for {missing} to the table of Routine in corruption/_corrupt.py"
     monkeypatch.setitem(ops.TIMES, "new", 1)
 

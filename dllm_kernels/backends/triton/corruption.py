@@ -20,7 +20,7 @@ from dllm_kernels.backends.triton._select import NEVER, chosen_of_tile, keys, sc
 from dllm_kernels.corruption._rules import MOST
 
 _INDEPENDENT = ("mask", "tokens", "all")  # kinds with independent positions
-_EXACT = {"exact": True, "topk": False}  # the other kinds
+_EXACT = ("exact", "topk")  # kinds with an exact number of positions
 # Not specialised on, because compiling a kernel per class of lengths would stall training with variable lengths.
 SIZES = [
     "B", "L", "size", "stride", "token", "vocab_size", "stride_b", "mask_stride_b", "level_stride_b", "level_stride_n",
@@ -206,11 +206,12 @@ def number_to_mask(level, length, at_least):
 
 
 @triton.jit
-def _position_keys(draw, choosable, first, level, rate, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+def _position_keys(draw, choosable, first, level, rate, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Compute keys [R, BLOCK] of the positions of each block from ``first``: the draws, or biased Gumbel scores."""
-    if EXACT:
+    if KIND == "exact":
         return tl.where(choosable, draw.to(tl.int64), NEVER)
     else:
+        tl.static_assert(KIND == "topk", f"_position_keys has no branch for the kind {KIND}")
         i = (first + tl.arange(0, BLOCK))[None, :]
         log_w = ((1.0 - level) * rate) * i.to(tl.float32)
         return keys(score(log_w, _philox.fine_uniform(draw)), choosable)
@@ -221,10 +222,10 @@ def _corrupt_topk(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, start_ptr, noisy_ptr, noise_ptr, p_ptr, rate_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
     eps, one_minus_eps, rate, at_least,
-    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    KIND: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
     SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mask k positions of each block by biased scores; with EXACT, k supervised positions by their draws."""
+    """Mask k positions of each block by biased scores; kind "exact": k supervised ones by their draws."""
     batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
     levels = (level_ptr, level_stride_b, level_stride_n, eps, one_minus_eps)
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
@@ -236,15 +237,15 @@ def _corrupt_topk(
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     draw = _philox.draws(seed, row, stride, block * size, SHARE, BLOCK)
-    if EXACT:
+    if KIND == "exact":
         length = tl.sum(supervised.to(tl.int32), 1)[:, None]
         at_least = (level > 0).to(tl.int32)
-        key = _position_keys(draw, supervised, 0, level, rate, EXACT, BLOCK)
+        key = _position_keys(draw, supervised, 0, level, rate, KIND, BLOCK)
     else:
         length = _length(block, sizes)
         if rate_ptr is not None:
             rate = tl.load(rate_ptr + b, mask=b < B)
-        key = _position_keys(draw, i < length, 0, level, rate, EXACT, BLOCK)
+        key = _position_keys(draw, i < length, 0, level, rate, KIND, BLOCK)
     chosen = topk(key, tl.reshape(number_to_mask(level, length, at_least), [R]))
     p = tl.broadcast_to(level, [R, BLOCK])
     _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, sizes, ids, chosen & supervised, token, p)
@@ -255,7 +256,7 @@ def _corrupt_topk_long(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, start_ptr, noisy_ptr, noise_ptr, p_ptr, rate_ptr, key_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
     eps, one_minus_eps, rate, at_least,
-    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    KIND: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
     SHARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Like ``_corrupt_topk``, for blocks whose keys do not fit into registers."""
@@ -278,14 +279,14 @@ def _corrupt_topk_long(
     for start in range(0, num_keys, BLOCK):
         i = start + tl.arange(0, BLOCK)
         may = (i < length)[None, :]
-        if EXACT:
+        if KIND == "exact":
             _, may = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         draw = _philox.draws(seed, row, stride, block * size + start, SHARE, BLOCK)
-        key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
+        key = tl.reshape(_position_keys(draw, may, start, level, rate, KIND, BLOCK), [BLOCK])
         tl.store(key_ptr + i, key, mask=i < num_keys)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
-    if EXACT:
+    if KIND == "exact":
         k = number_to_mask(level, choosable + tl.zeros([1, 1], tl.int32), (level > 0).to(tl.int32))
     else:
         k = number_to_mask(level, length, at_least)
@@ -382,7 +383,7 @@ def corrupt(
     assert kind in _EXACT, f"no kernel in backends/triton/corruption.py lists the kind {kind}"
     tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY if start is None else _tiles.PADDED_IN_MEMORY)
     share = _tiles.share(blocks, size, tile.block, 8)
-    flags |= {"EXACT": _EXACT[kind], "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
+    flags |= {"KIND": kind, "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
     flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor(16) if tile.num_warps == 16 else {})
     row_rates, call_rate = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
     numbers = (*numbers, call_rate, int(block_size is None))
