@@ -8,10 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dllm_kernels import (
-    BlockDiffusionCrossEntropyLoss,
-    IDLMLoss,
-)
+from dllm_kernels import BlockDiffusionCrossEntropyLoss, IDLMLoss
 from tests.conftest import DEVICE, usually
 from tests.support.cases import BY_NAME, FIRSTS, LOSSES, ROWS
 

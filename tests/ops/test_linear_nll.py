@@ -10,13 +10,7 @@ import reference
 from dllm_kernels.ops import linear_row_objective, linear_row_stats, linear_token_nll, weighted_linear_nll, weighted_nll
 from tests.conftest import DEVICE
 from tests.support.inputs import Source
-from tests.support.parity import (
-    assert_as_good_as_plain,
-    assert_parity,
-    largest_error,
-    reduction_sizes,
-    value_and_grads,
-)
+from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, reduction_sizes, value_and_grads
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 NAN = math.nan

@@ -13,13 +13,7 @@ from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, Source, skip_unjudged
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
 from tests.support.readme import ROOT
-from tests.support.rows import (
-    SPREAD,
-    around_a_transform,
-    between_ordinary_rows,
-    extreme_rows,
-    of_each_backend,
-)
+from tests.support.rows import SPREAD, around_a_transform, between_ordinary_rows, extreme_rows, of_each_backend
 from tests.support.statistics import DIFFERENTIABLE, EVERY_FLAG, FLAGS, STATISTICS, differentiable, statistics
 
 NAN, INF = math.nan, math.inf

@@ -21,12 +21,7 @@ from tests.support.parity import (
     same,
     value_and_grads,
 )
-from tests.support.rows import (
-    SHARED,
-    between_ordinary_rows,
-    extreme_rows,
-    laid_out,
-)
+from tests.support.rows import SHARED, between_ordinary_rows, extreme_rows, laid_out
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
