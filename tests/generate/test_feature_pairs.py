@@ -1,6 +1,5 @@
 """Every option of ``diffusion_generate`` with models, heads and what surrounds a call: each pair once."""
 
-import contextlib
 import copy
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ from tests.support.generation import (
     generate,
     padded,
 )
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, surrounding
 
 TABLE = {
     "choice": CHOICES,
@@ -116,25 +115,6 @@ def model_of(chosen):
     return model.to(DEVICE, chosen["dtype"]).train(chosen["mode"] == "training")
 
 
-@contextlib.contextmanager
-def surrounding(name, model):
-    with contextlib.ExitStack() as stack:
-        if name in ("no_grad", "inference_mode"):
-            stack.enter_context(getattr(torch, name)())
-        elif name == "autocast":
-            stack.enter_context(torch.autocast(DEVICE, torch.bfloat16))
-        elif name == "default dtype":
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-        elif name == "deterministic":
-            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-            torch.use_deterministic_algorithms(True)
-        elif name == "fused before" and model.lm_head is not None:
-            with fused_head(model, on_logits="allow"):
-                pass
-        yield
-
-
 def steps_of_blocks(step_map, P, options):
     """Count the steps of each block: each row with a masked token in the block decodes at least one per step."""
     for start, stop, _ in schedule(N, options.get("block_size") or N, options["steps"], infill=True):
@@ -195,7 +175,10 @@ def test_pairs_of_features(number):
     modes, plain = [m.training for m in model.modules()], copy.deepcopy(model).eval()
     plain.output = lambda z: z
     model.shift = int(chosen["shift"])
-    with surrounding(chosen["around"], model):
+    if chosen["around"] == "fused before" and model.lm_head is not None:
+        with fused_head(model, on_logits="allow"):
+            pass
+    with surrounding(chosen["around"]):
         out = call(chosen, model, ids.to(chosen["ids"]), on, **ours, **drawn)
     assert [m.training for m in model.modules()] == modes
     assert not any(t.requires_grad for t in out)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dllm_kernels import fused_head
 from dllm_kernels.integrations import names
 from tests.conftest import DEVICE
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, surrounding
 
 B, L, D, V = 2, 7, 6, 19
 
@@ -251,14 +251,7 @@ def test_pairs_of_features(number):
         if t is not None:
             t.requires_grad_(chosen["head"] != "frozen")
     leaves = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
-    with contextlib.ExitStack() as stack:
-        if chosen["around"] == "autocast":
-            stack.enter_context(torch.autocast(DEVICE, torch.bfloat16))
-        elif chosen["around"] == "no_grad":
-            stack.enter_context(torch.no_grad())
-        elif chosen["around"] == "default dtype":
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
+    with surrounding(chosen["around"]):
         of_call = torch.utils.checkpoint.checkpoint if chosen["around"] == "checkpoint" else lambda f, *a, **_: f(*a)
         found = [of_call(ours, x, weight, bias, use_reentrant=False), theirs(x, weight, bias)]
     exact = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {}

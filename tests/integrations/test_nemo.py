@@ -1,7 +1,6 @@
 """nemo_automodel patched and unpatched: recipe and strategies give equal results, and unpatching restores all."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -28,7 +27,7 @@ from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from tests.conftest import every_time
 from tests.support import nemo_lora
 from tests.support.hosts import assert_patched_once, attributes_of, defined_in, found
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, surrounding
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
@@ -1020,14 +1019,7 @@ def test_pairs_of_features_of_the_losses(strategy, number):
         shifted = [nn.functional.pad(labels[:, k:], (0, k), value=ignore) for k in (1, 2)]
         return 0.1 / 2 * sum(of_logits(h, y) for h, y in zip(depths, shifted, strict=True))
 
-    with contextlib.ExitStack() as stack:
-        if chosen["around"] == "autocast":
-            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-        elif chosen["around"] == "no_grad":
-            stack.enter_context(torch.no_grad())
-        elif chosen["around"] == "default dtype":
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
+    with surrounding(chosen["around"], "cpu"):
         found = [function() for function in (ours, theirs)]
     torch.testing.assert_close(*found, check_dtype=False)
     trained = [p for p in (hidden, *model.parameters()) if p.requires_grad]

@@ -1,6 +1,5 @@
 """speculators patched and unpatched: the package's losses, and its metrics from hidden states, give equal results."""
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -19,7 +18,7 @@ from dllm_kernels.integrations import speculators as integration
 from tests.conftest import DEVICE
 from tests.support import trainers
 from tests.support.hosts import assert_patched_once, defined_in
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, surrounding
 from tests.support.parity import assert_as_good_as_plain, largest_error, value_and_grads
 
 pytestmark = pytest.mark.peer
@@ -459,12 +458,7 @@ def test_pairs_of_features_of_the_metrics(host, number):
         given = (s[0] if s else None,) if dspark else ()
         return compute(z_of(h, head), t.detach(), *given, mask, size, loss_config=config, **common)
 
-    with contextlib.ExitStack() as stack:
-        if chosen["around"] == "default dtype":
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-        elif chosen["around"] == "no_grad":
-            stack.enter_context(torch.no_grad())
+    with surrounding(chosen["around"]):
         leaves = [x.requires_grad_() for x in (h, *([] if chosen["head"] == "frozen" else [w]), *scores)]
         found = [function(*leaves) for function in (ours, theirs)]
     torch.testing.assert_close(found[0][0], found[1][0], check_dtype=False)

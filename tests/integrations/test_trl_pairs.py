@@ -13,7 +13,7 @@ from dllm_kernels import policy_views
 from dllm_kernels.integrations import trl as integration
 from tests.conftest import every_time
 from tests.support.generation import MASK, OF_PEFT, D, Encoder, N, V, adapt, expected
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, surrounding
 
 EOS, PAD = V - 2, V - 3
 
@@ -148,19 +148,6 @@ def by_views(model, trainer, ids, on, keep, shift, scheme, number):
     entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
     mean = (weights * entropy).sum(0) / torch.where(weights.sum(0) > 0, weights.sum(0), 1.0)
     return scores[:, L - keep :], mean[:, L - keep :]
-
-
-@contextlib.contextmanager
-def surrounding(name):
-    with contextlib.ExitStack() as stack:
-        if name in ("no_grad", "inference_mode"):
-            stack.enter_context(getattr(torch, name)())
-        elif name == "default dtype":
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-        elif name == "saved on the CPU":
-            stack.enter_context(torch.autograd.graph.save_on_cpu())
-        yield
 
 
 @pytest.mark.parametrize("number", every_time(EVERY_DAY, range(len(CASES))))

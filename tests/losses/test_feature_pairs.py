@@ -1,7 +1,5 @@
 """Every op and loss with what surrounds it in a training loop: each pair of features once, against the oracle."""
 
-import contextlib
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ import reference
 from dllm_kernels import fused_head
 from tests.conftest import DEVICE
 from tests.support.cases import BY_NAME, FIRSTS, SKIP_ID, upstream_for, value_of
-from tests.support.pairs import pairs
+from tests.support.pairs import pairs, surrounding
 from tests.support.parity import assert_parity
 
 B, L, V, D = 2, 6, 11, 8
@@ -71,20 +69,6 @@ def laid_out(t, layout):
     if layout == "strided":
         return torch.stack([t, t], -1)[..., 0]
     return t.transpose(0, 1).contiguous().transpose(0, 1) if layout == "transposed" else t
-
-
-@contextlib.contextmanager
-def surrounding(name):
-    with contextlib.ExitStack() as stack:
-        if name == "saved on the CPU":
-            stack.enter_context(torch.autograd.graph.save_on_cpu())
-        elif name == "deterministic":
-            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-            torch.use_deterministic_algorithms(True)
-        elif name == "default dtype":
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-        yield
 
 
 @pytest.mark.everyday(6)

@@ -1,11 +1,35 @@
 """Tables of features against features: a short list of cases in which each pair of values occurs."""
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from tests.conftest import DEVICE
+
 Feature = tuple[str, int]  # a feature, and the place of its value in the table
+
+
+@contextlib.contextmanager
+def surrounding(name, device=DEVICE):
+    """Enter a mode of torch; a name of no mode has no effect."""
+    with contextlib.ExitStack() as stack:
+        if name in ("no_grad", "inference_mode"):
+            stack.enter_context(getattr(torch, name)())
+        elif name == "autocast":
+            stack.enter_context(torch.autocast(device, torch.bfloat16))
+        elif name == "saved on the CPU":
+            stack.enter_context(torch.autograd.graph.save_on_cpu())
+        elif name == "deterministic":
+            stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            torch.use_deterministic_algorithms(True)
+        elif name == "default dtype":
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        yield
 
 
 def pairs(
