@@ -5,6 +5,7 @@ import inspect
 import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -48,11 +49,8 @@ def assert_patched_once(integration, host_attributes, monkeypatch):
         return look_up(home)
 
     monkeypatch.setattr(integration._host, "module", module)
-    threads = [threading.Thread(target=lambda: reports.append(integration.patch())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: reports.append(integration.patch()), range(2)))
     assert sorted(report.already for report in reports) == [False, True]
     assert reports[0].replaced == reports[1].replaced
     assert set(integration.unpatch()) == set(reports[0].replaced)
