@@ -257,6 +257,8 @@ class DeferredTensor(Tensor, Deferred):
                 if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
                     _graph.become(x, x._value)  # type: ignore[arg-type]
                     x._node, x._linked = x.grad_fn, x._value.grad_fn  # type: ignore[union-attr]
+                    if x.retains_grad:  # of the values from now on
+                        x._value.retain_grad()  # type: ignore[union-attr]
 
     def family(self) -> list[DeferredTensor]:
         """Return all deferred tensors that may share memory with this one, and those computed from them."""
@@ -392,8 +394,8 @@ class DeferredTensor(Tensor, Deferred):
                 args[0]._node_read = True
                 if args[0]._apart:
                     return args[0]._value.grad_fn
-            known = _without_function(func, args, kwargs)
-            return _graph.total(known, args[0]._value.grad) if attribute == "grad" and args[0]._apart else known
+            answer = _without_function(func, args, kwargs)
+            return _graph.total(answer, args[0]._value.grad) if attribute == "grad" and args[0]._apart else answer
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
         if transforms_active():  # of torch.func, in a function that refers to the tensor
@@ -402,7 +404,10 @@ class DeferredTensor(Tensor, Deferred):
             return func(*args, **kwargs)
         name = ALIASES.get(name, name)
         objects = _deferred_in((*args, *kwargs.values()))
-        rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
+        known = all(
+            t is Tensor or issubclass(t, Deferred) for t in types
+        )  # a subclass of the user may change the result
+        rule = objects[0].rules.get(name) if known and all(x.deferred for x in objects) else None
         if rule is not None:
             with contextlib.suppress(UnknownArgumentError):
                 result = _by_rule(rule, name, func, args, kwargs)
@@ -448,6 +453,10 @@ class DeferredTensor(Tensor, Deferred):
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the tensor ``step(*sources)``, which has the parts of this one."""
         raise NotImplementedError
+
+    def as_subclass(self, cls: Any) -> Any:  # torch calls no `__torch_function__` for it
+        """Return this tensor if it is a ``cls``, otherwise its values as a ``cls``."""
+        return self if isinstance(self, cls) else self.materialize("as_subclass").as_subclass(cls)
 
     def __getattr__(self, name: str) -> Any:
         parts = vars(self).get("parts", ())
