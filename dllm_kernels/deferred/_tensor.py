@@ -255,10 +255,22 @@ class DeferredTensor(Tensor, Deferred):
             for x in family:
                 x._changed_view = x._changed_view if in_function else None
                 if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
-                    _graph.become(x, x._value)  # type: ignore[arg-type]
-                    x._node, x._linked = x.grad_fn, x._value.grad_fn  # type: ignore[union-attr]
+                    x._become_values()
                     if x.retains_grad:  # of the values from now on
                         x._value.retain_grad()  # type: ignore[union-attr]
+
+    def _become_values(self) -> None:
+        """Make the graph of the values that of this tensor."""
+        with plainly():
+            _graph.become(self, self._value)  # type: ignore[arg-type]
+            self._node, self._linked = self.grad_fn, self._value.grad_fn  # type: ignore[union-attr]
+
+    def _node_of_values(self) -> Any:
+        """Return the node of the values, whose hooks must also see the gradient of this tensor."""
+        with plainly():
+            if self.grad_fn is not None and not _graph.becomes(self):
+                self._become_values()
+        return self._value.grad_fn  # type: ignore[union-attr]
 
     def family(self) -> list[DeferredTensor]:
         """Return all deferred tensors that may share memory with this one, and those computed from them."""
@@ -393,7 +405,7 @@ class DeferredTensor(Tensor, Deferred):
             if attribute == "grad_fn":
                 args[0]._node_read = True
                 if args[0]._apart:
-                    return args[0]._value.grad_fn
+                    return args[0]._node_of_values()
             answer = _without_function(func, args, kwargs)
             return _graph.total(answer, args[0]._value.grad) if attribute == "grad" and args[0]._apart else answer
         if func is torch.autograd.grad:

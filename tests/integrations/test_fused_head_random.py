@@ -18,11 +18,17 @@ z = lg(model(x))
 z.retain_grad()
 z.mul_(2).pow(2).sum().backward()
 see(z.grad)""",
+    "a hook of the node of known values": """
+z = lg(model(x))[1:]
+z.tolist()
+z.grad_fn.register_prehook(lambda g: (g[0] * 2,))
+(Checked.apply(z).sum() + z.cumsum(-1).pow(2).sum()).backward()""",
     "losses without rows, of one row and of numbers out of range": """
 z, y = lg(model(x)).flatten(0, 1), ids((10,))
 see(F.cross_entropy(z[:0], y[:0], weight=wts((V,)).to(z.dtype)).isnan())
 see((F.cross_entropy(z.half(), y, reduction='none') / (y % 2)).nan_to_num().mean())
-s = F.binary_cross_entropy_with_logits(z[:1], torch.ones(1, V).to(z.dtype))
+s = sum(F.binary_cross_entropy_with_logits(t, torch.ones(t.shape).to(z.dtype)) for t in (z[:1], z[1]))
+s = s + z[:0].max(-1).values.sum()
 (s + z[:0].log_softmax(-1).gather(-1, y[:0, None]).sum() + z[:0].log_softmax(-1).sum()).backward()""",
     "targets of a subclass": """
 class Labels(torch.Tensor): pass
