@@ -256,8 +256,9 @@ class DeferredTensor(Tensor, Deferred):
                 x._changed_view = x._changed_view if in_function else None
                 if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
                     x._become_values()
-                    if x.retains_grad:  # of the values from now on
+                    if x.retains_grad and not x._value.retains_grad:  # type: ignore[union-attr]
                         x._value.retain_grad()  # type: ignore[union-attr]
+                        x._value.grad = x.grad  # type: ignore[union-attr]
 
     def _become_values(self) -> None:
         """Make the graph of the values that of this tensor."""
@@ -269,6 +270,11 @@ class DeferredTensor(Tensor, Deferred):
         """Return the node of the values, whose hooks must also see the gradient of this tensor."""
         with plainly():
             if self.grad_fn is not None and not _graph.becomes(self):
+                x: DeferredTensor = self
+                while x.is_view:  # the values must be a view of those of the source, because changes look at the node
+                    x = x.sources[0]
+                    x.materialize("grad_fn")
+                self.linked_value()
                 self._become_values()
         return self._value.grad_fn  # type: ignore[union-attr]
 
@@ -380,6 +386,12 @@ class DeferredTensor(Tensor, Deferred):
                 handle.remove = lambda: (type(first).remove(first), other.remove())
         return handle
 
+    def _total_grad(self, grad: Any) -> Any:
+        """Return the retained gradient from that of this tensor and that of its values, which may include it."""
+        with plainly():
+            value: Any = self._value
+            return value.grad if value.retains_grad and _graph.becomes(self) else _graph.total(grad, value.grad)
+
     @property
     def _apart(self) -> bool:
         """True if the graph of the values does not contain this tensor."""
@@ -407,7 +419,7 @@ class DeferredTensor(Tensor, Deferred):
                 if args[0]._apart:
                     return args[0]._node_of_values()
             answer = _without_function(func, args, kwargs)
-            return _graph.total(answer, args[0]._value.grad) if attribute == "grad" and args[0]._apart else answer
+            return args[0]._total_grad(answer) if attribute == "grad" and args[0]._apart else answer
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
         if transforms_active():  # of torch.func, in a function that refers to the tensor
