@@ -69,6 +69,11 @@ def has_values(t: Tensor) -> bool:
     return (type(t) is Tensor and t.is_cpu) or not (t.device.type == "meta" or isinstance(t, FakeTensor))
 
 
+def holds(condition: Tensor) -> bool:
+    """Return the value of a condition; False if it has none. On a GPU this is a host sync."""
+    return has_values(condition) and bool(condition)
+
+
 def check_no_tangent(*tensors: Tensor | None) -> None:
     """Raise if an input has a forward-mode tangent, because dropping it would give a derivative of 0."""
     if torch.compiler.is_compiling():

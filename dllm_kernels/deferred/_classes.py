@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._graph._plain import any_dtensor, readable_without_sync
+from dllm_kernels._graph._plain import any_dtensor, has_values, holds, readable_without_sync
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, move_rule, rule
 from dllm_kernels.deferred._moves import Call
@@ -179,7 +179,7 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
         columns[0] = k
         z = logits_of(record, columns)
     new = z[..., 0] + value if adds else value
-    return bool((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
+    return holds((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
 
 
 @rule("__setitem__")
@@ -261,7 +261,7 @@ def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
     elif type(value) is Tensor and value.dim() == 0 and not value.requires_grad and readable_without_sync(value):
         value = value.item()
     classes = _of_classes(x, mask) if _plain_classes(x) else None
-    chosen = [] if classes is None else classes.nonzero().flatten().tolist()
+    chosen = classes.nonzero().flatten().tolist() if classes is not None and has_values(classes) else []
     changes = (_skipping(x, chosen[0], value) if len(chosen) == 1 else None) or _filling(x, classes, value)
     if changes is None:
         return NotImplemented

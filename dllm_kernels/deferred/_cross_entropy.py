@@ -54,4 +54,6 @@ def _with_class_weights(nll: DeferredNLL, weight: Any, reduction: str) -> Any:
     if reduction == "mean":
         each = each / each.sum()
     weighted = nll.weighted(each, nll.dtype)
-    return weighted.result() if reduction == "none" else weighted.reduced()
+    if reduction == "none":
+        return weighted.result()
+    return weighted.reduced(0 if reduction == "mean" and not each.numel() else None)

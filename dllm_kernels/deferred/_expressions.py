@@ -70,9 +70,10 @@ class Constant:
     def of(cls, t: Tensor, rows: torch.Size) -> Constant:
         """Return the constant; a small one is a copy, because the caller may write into the original."""
         t = t.detach()
-        t = t.reshape(t.shape[-1:]) if t.dim() <= 1 or t.shape[:-1].numel() == 1 else t
+        small = t.shape[-1:].numel() == t.numel()
+        t = t.reshape(t.shape[-1:]) if small and t.shape[:-1] != rows else t  # some losses do not broadcast
         with torch.inference_mode(False):  # the copy has a version
-            t = t.clone() if t.dim() <= 1 or t.shape[-1] == 1 else t
+            t = t.clone() if small or t.shape[-1] == 1 else t
         return cls(t if t.dim() <= 1 else t.expand(*rows, t.shape[-1]), t._version)
 
     def whole(self) -> Tensor:

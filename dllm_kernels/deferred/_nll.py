@@ -7,6 +7,7 @@ forward pass. Any other use computes the NLL of each row by ``linear_token_nll``
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
+from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
 from dllm_kernels.deferred._affine import VALUES, AffineRows, active_rows, affine_of
@@ -135,7 +137,7 @@ class DeferredNLL(AffineRows):
         if self.finite is not None:
             out = total.weighted(total.graph_parts)
             infinite = not (out.nll * weights).isfinite().all()
-            return finish(self.materialize("nan_to_num").sum() / divisor if infinite else out.loss)
+            return finish(self.materialize("nan_to_num").sum(dtype=weights.dtype) / divisor if infinite else out.loss)
         return total.result()
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Any:
@@ -185,6 +187,7 @@ class DeferredSum(Pending):
     finish: Callable[[Tensor], Tensor]
     weighted: Callable[[Any], Any]
     function: RowFunction | None
+    _waits: bool = False
 
     @classmethod
     def of(cls, nll: DeferredNLL, row_weights: Tensor, finish: Callable[[Tensor], Tensor]) -> Any:
@@ -217,6 +220,7 @@ class DeferredSum(Pending):
         """
         if not self.needs_grad or saved_tensors_hooks() is not None or self.function is not None:
             return self.materialize()
+        self._waits = True
         self.join()
         add_alive(self.logits.head.sums, self)
         return self
@@ -236,7 +240,8 @@ class DeferredSum(Pending):
             compute(members)
         elif self._value is None:
             inference = torch.is_inference_mode_enabled() and not self.needs_grad
-            with torch.inference_mode(inference), torch.set_grad_enabled(self.needs_grad):
+            graph = own_graph() if self._waits else contextlib.nullcontext()  # a checkpoint computes it once
+            with torch.inference_mode(inference), torch.set_grad_enabled(self.needs_grad), graph:
                 parts = self.graph_parts if self.filled() is self.parts else self.tapped()  # with values freed since
                 self.receive(self.finish(self.weighted(parts).loss))
         else:

@@ -50,7 +50,7 @@ def row_stats(logits: Any, parts: Any, needed: Sequence[NeededStats], argmax: bo
     """Compute statistics of rows ``parts``, with the classes as the last dimension, and all ids in one tensor."""
     record = logits.rows_of(parts)
     rows = record.hidden.shape[:-1]
-    groups = [a.ids.reshape(*rows, -1) for a in needed if a.ids is not None]
+    groups = [a.ids.reshape(*rows, a.ids.shape[-1]) for a in needed if a.ids is not None]
     ids = torch.cat(groups, -1) if groups else torch.full((*rows, 1), -100, device=record.hidden.device)
     checks = readable_without_sync(ids) or None  # as torch checks them
     entropy, best, total = (any(getattr(a, name) for a in needed) for name in ("entropy", "best", "total"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from dllm_kernels._graph._own_graph import own_graph
+
 
 def replace_source(tensor: Any, index: int) -> Any:
     """Replace a source to which nothing else refers by a twin, without values, and return the twin; or None.
@@ -26,11 +28,13 @@ def replace_source(tensor: Any, index: int) -> Any:
 
 
 def release_sources(tensor: Any) -> None:
-    """Release the values of sources to which nothing else refers."""
+    """Release the values of sources to which nothing else refers, once for a function that is recomputed."""
     for i in range(0 if tensor.is_view else len(tensor.sources)):  # no reference to the sources may remain
         x = tensor.sources[i]
         known = x._value is not None or x._dense is not None
         releasable = known and not x.watched and x._own_node and not x._copy
         del x
-        if releasable and (twin := replace_source(tensor, i)) is not None:
+        with own_graph():
+            twin = replace_source(tensor, i) if releasable else None
+        if twin is not None:
             release_sources(twin)

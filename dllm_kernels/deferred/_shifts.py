@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._checks import FLOAT_DTYPES
-from dllm_kernels._graph._plain import any_dtensor, is_dtensor, readable_without_sync
+from dllm_kernels._graph._plain import any_dtensor, holds, is_dtensor, readable_without_sync
 from dllm_kernels.deferred._logits import DeferredLogits, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._pending import is_stat_of
@@ -37,7 +37,7 @@ def _finite_constant(value: Any) -> bool:
         or (value.requires_grad and torch.is_grad_enabled())
     ):
         return False
-    return bool((value.detach().abs() < FARTHEST).all())
+    return holds((value.detach().abs() < FARTHEST).all())
 
 
 def _changes(x: DeferredLogits, value: Any, sign: int) -> dict[str, Any] | None:

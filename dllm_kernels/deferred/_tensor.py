@@ -255,8 +255,30 @@ class DeferredTensor(Tensor, Deferred):
             for x in family:
                 x._changed_view = x._changed_view if in_function else None
                 if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
-                    _graph.become(x, x._value)  # type: ignore[arg-type]
-                    x._node, x._linked = x.grad_fn, x._value.grad_fn  # type: ignore[union-attr]
+                    x._become_values()
+                    if x.retains_grad and not x._value.retains_grad:  # type: ignore[union-attr]
+                        x._value.retain_grad()  # type: ignore[union-attr]
+                        x._value.grad = x.grad  # type: ignore[union-attr]
+
+    def _become_values(self) -> None:
+        """Make the graph of the values that of this tensor."""
+        with plainly():
+            if _graph.becomes(self):  # the values have another node now, to which no gradient of this one goes
+                self.detach_()
+            _graph.become(self, self._value)  # type: ignore[arg-type]
+            self._node, self._linked = self.grad_fn, self._value.grad_fn  # type: ignore[union-attr]
+
+    def _node_of_values(self) -> Any:
+        """Return the node of the values, whose hooks must also see the gradient of this tensor."""
+        with plainly():
+            if self.grad_fn is not None and not _graph.becomes(self):
+                x: DeferredTensor = self
+                while x.is_view:  # the values must be a view of those of the source, because changes look at the node
+                    x = x.sources[0]
+                    x.materialize("grad_fn")
+                self.linked_value()
+                self._become_values()
+        return self._value.grad_fn  # type: ignore[union-attr]
 
     def family(self) -> list[DeferredTensor]:
         """Return all deferred tensors that may share memory with this one, and those computed from them."""
@@ -366,6 +388,12 @@ class DeferredTensor(Tensor, Deferred):
                 handle.remove = lambda: (type(first).remove(first), other.remove())
         return handle
 
+    def _total_grad(self, grad: Any) -> Any:
+        """Return the retained gradient from that of this tensor and that of its values, which may include it."""
+        with plainly():
+            value: Any = self._value
+            return value.grad if value.retains_grad and _graph.becomes(self) else _graph.total(grad, value.grad)
+
     @property
     def _apart(self) -> bool:
         """True if the graph of the values does not contain this tensor."""
@@ -391,9 +419,9 @@ class DeferredTensor(Tensor, Deferred):
             if attribute == "grad_fn":
                 args[0]._node_read = True
                 if args[0]._apart:
-                    return args[0]._value.grad_fn
-            known = _without_function(func, args, kwargs)
-            return _graph.total(known, args[0]._value.grad) if attribute == "grad" and args[0]._apart else known
+                    return args[0]._node_of_values()
+            answer = _without_function(func, args, kwargs)
+            return args[0]._total_grad(answer) if attribute == "grad" and args[0]._apart else answer
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
         if transforms_active():  # of torch.func, in a function that refers to the tensor
@@ -402,7 +430,10 @@ class DeferredTensor(Tensor, Deferred):
             return func(*args, **kwargs)
         name = ALIASES.get(name, name)
         objects = _deferred_in((*args, *kwargs.values()))
-        rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
+        known = all(
+            t is Tensor or issubclass(t, Deferred) for t in types
+        )  # a subclass of the user may change the result
+        rule = objects[0].rules.get(name) if known and all(x.deferred for x in objects) else None
         if rule is not None:
             with contextlib.suppress(UnknownArgumentError):
                 result = _by_rule(rule, name, func, args, kwargs)
@@ -448,6 +479,10 @@ class DeferredTensor(Tensor, Deferred):
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the tensor ``step(*sources)``, which has the parts of this one."""
         raise NotImplementedError
+
+    def as_subclass(self, cls: Any) -> Any:  # torch calls no `__torch_function__` for it
+        """Return this tensor if it is a ``cls``, otherwise its values as a ``cls``."""
+        return self if isinstance(self, cls) else self.materialize("as_subclass").as_subclass(cls)
 
     def __getattr__(self, name: str) -> Any:
         parts = vars(self).get("parts", ())

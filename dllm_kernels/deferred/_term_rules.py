@@ -318,7 +318,7 @@ def _pointwise_loss(x: Any, call: Call) -> Any:
     args = {k: v for k, v in arguments(POINTWISE[name], _arguments(x, call), call.kwargs).items() if v is not None}
     reduction = args.pop("reduction", "mean")
     shapes = [getattr(args.get(k), "shape", None) for k in ("input", "target")]
-    if shapes != [x.shape] * 2 or {"size_average", "reduce"} & args.keys():
+    if shapes != [x.shape] * 2 or {"size_average", "reduce"} & args.keys() or x.ndim < 2:  # a chunk has 2 dimensions
         return NotImplemented
     if reduction not in ("none", "sum", "mean", *(("batchmean",) if name == "kl_div" else ())):
         return NotImplemented

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from dllm_kernels._graph._call_state import CallState
-from dllm_kernels._graph._plain import any_dtensor, autocasts
+from dllm_kernels._graph._plain import any_dtensor, autocasts, holds
 from dllm_kernels.deferred._expressions import Constant, Leaf, Operation, RowFunction
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import DeferredLogits
@@ -84,7 +84,7 @@ def expression_of(x: Any) -> Any:
     if not plain or any_dtensor(*x.parts):
         return None
     bias, shift, needs_grad = x.class_bias, x.shift, x.needs_grad and torch.is_grad_enabled()
-    if bias is not None and bias.filled is not None and bool(bias.values[bias.filled].isfinite().any()):
+    if bias is not None and bias.filled is not None and not holds((bias.values.isinf() | ~bias.filled).all()):
         return None
     leaf = Leaf(x.copied(), x.dtype, x.product_key, needs_grad)
     if x.log_probs or not shift:

@@ -65,8 +65,11 @@ def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
 
 
 def _times(grad: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Multiply in the dtype of the factor, because float16 times a 0-d factor would round the factor to float16."""
-    return None if grad is None else (grad.to(factor.dtype) * factor).to(grad.dtype)
+    """Multiply in the dtype of the factor, because float16 times a 0-d factor would round the factor to float16.
+
+    A gradient of 0 stays 0, also times infinity or NaN.
+    """
+    return None if grad is None else (grad.to(factor.dtype) * factor).masked_fill_(grad == 0, 0).to(grad.dtype)
 
 
 def gradient_specs(hidden: Tensor, head: Head, needs: NeedsGrad, head_dtype: torch.dtype | None = None) -> list[Spec]:

@@ -140,7 +140,7 @@ def by_name(values: Iterable[Any], requested: RequestedStats, setup: Setup) -> d
 def in_rows(values: Mapping[str, Tensor], call: Call) -> dict[str, Any]:
     """Return outputs ``[N, K]`` and ``[N]`` in the shape of the caller's ids and rows."""
     rows = call.rows
-    ids = (*rows, -1) if call.options.with_best else call.ids.shape
+    ids = (*rows, values["log_probs"].shape[-1]) if call.options.with_best else call.ids.shape
     return {name: t.view(ids if name == "log_probs" else rows) for name, t in values.items()}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -570,6 +571,11 @@ def test_a_model_without_values():
         nll = F.cross_entropy(model(ids).transpose(1, 2), ids, reduction="none")
         assert (nll * torch.tensor(0.5)).sum().shape == ()
     assert fused.materialized == 0
+    with FakeTensorMode(), fused_head(head := torch.nn.Linear(D, V), head=head, on_logits="allow"):
+        z = head(torch.ones(B, L, D)) + torch.ones(B, L, 1)  # operations that otherwise read values
+        z[..., 3] = -1e9
+        z = z.masked_fill(torch.arange(V) > 5, -torch.inf)
+        assert F.mse_loss(z, z.softmax(-1)).shape == ()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a number on the CPU and an NLL on a GPU")

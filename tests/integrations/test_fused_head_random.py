@@ -9,6 +9,34 @@ from tests.support.fused_programs import SAYS_NOTHING, FailedError, Program, Spe
 
 # Programs that once reported something else, or raised: see tests/support/fused_programs.py for the names in them.
 FOUND = {
+    "values that a checkpointed function is the first to need": """
+z = lg(model(x))
+p, n = z.softmax(-1), F.cross_entropy(z.movedim(-1, 1), x)
+checkpoint(lambda q: q.cumsum(-1).pow(2).sum() * n.exp(), p, use_reentrant=False).backward()""",
+    "the retained gradient of logits that change": """
+z = lg(model(x))
+z.retain_grad()
+z.mul_(2)
+(z.pow(2).sum() + Checked.apply(z).sum()).backward()
+see(z.grad)""",
+    "a hook of the node of known values": """
+z = lg(model(x))[1:]
+z.tolist()
+z.grad_fn.register_prehook(lambda g: (g[0] * 2,))
+(Checked.apply(z).sum() + z.cumsum(-1).pow(2).sum()).backward()""",
+    "losses without rows, of one row and of numbers out of range": """
+z, y = lg(model(x)).flatten(0, 1), ids((10,))
+see(F.cross_entropy(z[:0], y[:0], weight=wts((V,)).to(z.dtype)).isnan())
+see((F.cross_entropy(z.half(), y, reduction='none') / (y % 2)).nan_to_num().mean())
+s = sum(F.binary_cross_entropy_with_logits(t, torch.ones(t.shape).to(z.dtype)) for t in (z[:1], z[1]))
+s = s + z[:0].max(-1).values.sum()
+(s + z[:0].log_softmax(-1).gather(-1, y[:0, None]).sum() + z[:0].log_softmax(-1).sum()).backward()""",
+    "targets of a subclass": """
+class Labels(torch.Tensor): pass
+z, y = lg(model(x)), x.as_subclass(Labels)
+s = F.cross_entropy(z.movedim(-1, 1), y)
+see([type(t).__name__ for t in (s, s * 2, z.logsumexp(-1) * y, z.as_subclass(Labels))])
+s.as_subclass(torch.Tensor).backward()""",
     "Functions and hooks of what was computed from logits that changed later": """
 z = lg(model(x))
 a, b, c, d = z.exp(), z.softmax(-1), z.sigmoid(), z - z.exp().sum(-1, keepdim=True).log()

@@ -110,6 +110,14 @@ def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, c
         assert error.max() <= 2 * torch.finfo(torch.float16).eps
 
 
+def test_float16_rows_without_a_loss_have_no_gradient_whatever_the_upstream_gradient(backend):
+    h, w = (torch.randn(shape, device=DEVICE).half().requires_grad_() for shape in ((2, 6), (23, 6)))
+    rows = torch.full((2,), -100, device=DEVICE)
+    loss = weighted_linear_nll(h, w, rows, rows.float(), backend=backend).loss
+    loss.backward(torch.full_like(loss, torch.inf))
+    assert not torch.cat([h.grad, w.grad]).any()
+
+
 @pytest.mark.parametrize("factor", [1e-7, 1e7])
 def test_float16_gradients_neither_underflow_nor_overflow(factor, path):
     """w / N times a probability is below float16's smallest number, and 1 / p above its largest."""
