@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._checks._backend import use_triton
-from dllm_kernels._graph._plain import check_no_tangent
+from dllm_kernels._graph._plain import check_no_tangent, is_dtensor
 from dllm_kernels.rows._dtypes import accum_dtype, dtype_of_products
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
@@ -156,8 +156,18 @@ def compute_dtype(logits: LinearLogits) -> torch.dtype:
 
 
 def stored(logits: LinearLogits) -> Tensor:
-    """Compute all logits of a record with torch, before its transform, for an op that reads them beside stored ones."""
-    check_no_tangent(logits.hidden, *logits.head)
+    """Compute all logits of a record with torch, before its transform, for an op that reads them beside stored ones.
+
+    Raises:
+        ValueError: some tensors of the record are DTensors, and some are not.
+    """
+    tensors = [t for t in (logits.hidden, *logits.head) if t is not None]
+    check_no_tangent(*tensors)
+    if len({is_dtensor(t) for t in tensors}) > 1:
+        raise ValueError(
+            "a LinearLogits beside stored logits must hold only plain tensors or only DTensors, got both; pass the "
+            "logits of both models as LinearLogits"
+        )
     dtype, wide = dtypes_of(logits)
     hidden, *head = [None if t is None else t.to(dtype).to(wide) for t in (logits.hidden, *logits.head)]
     weight, bias, u, U = head
