@@ -113,15 +113,10 @@ class _WeightedRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[1])
-        ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return times_upstream(ctx.saved_tensors[0], grads[0]), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # type: ignore[override]
-        return times_upstream(ctx.saved_tensors[0], tangent)
 
 
 def sum_of_rows(nll: Tensor, weights: Tensor) -> Tensor:
