@@ -32,7 +32,7 @@ def dpace_weights(
     if variant not in ("dpace", "prefix", "continuation"):
         raise ValueError(f"variant must be 'dpace', 'prefix' or 'continuation', got {variant!r}")
     dtype = torch.promote_types(confidence.dtype, torch.float32)
-    q, mask = confidence.detach().to(dtype), mask.detach().to(dtype)
+    q, mask = confidence.detach().double(), mask.detach().double()  # the prefix products underflow in float32
     k = q.shape[-1]
     weights = torch.zeros_like(q)
     prefix = [torch.ones_like(q[..., 0])] if k else []
@@ -47,4 +47,4 @@ def dpace_weights(
         S = sum(prefix[m + 1] * mask[..., m] for m in range(j, k))
         ratio = torch.where(C <= 0, 0.0, S / C)
         weights[..., j] = {"dpace": S, "prefix": C, "continuation": ratio}[variant] * mask[..., j]
-    return weights
+    return weights.to(dtype)

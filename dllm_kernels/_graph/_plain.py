@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dllm_kernels._graph._private import FakeTensor, transforms_active
+from dllm_kernels._graph._private import FakeTensor, batched_by_autograd, transforms_active
 
 
 class Deferred:
@@ -85,9 +85,11 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
             )
 
 
-def check_no_transform() -> None:
-    """Raise inside a transform of ``torch.func``, whose wrappers of tensors no kernel can read."""
-    if not torch.compiler.is_compiling() and transforms_active():
+def check_no_transform(*grads: Tensor | None) -> None:
+    """Raise inside a transform of ``torch.func``, or for batched gradients, whose wrappers no kernel can read."""
+    if torch.compiler.is_compiling():
+        return
+    if transforms_active() or any(g is not None and batched_by_autograd(g) for g in grads):
         raise NotImplementedError(
             "dllm_kernels does not support the transforms of torch.func (grad, vjp, jvp, vmap, jacrev, hessian): use "
             "backward or torch.autograd.grad; the leading dimensions of an op are rows, so a batch is one call"

@@ -51,6 +51,11 @@ def transforms_active() -> bool:
     return bool(_C._are_functorch_transforms_active())
 
 
+def batched_by_autograd(t: Tensor) -> bool:
+    """Return True for an upstream gradient of ``torch.autograd.grad(..., is_grads_batched=True)``."""
+    return bool(_C._functorch.is_legacy_batchedtensor(t))
+
+
 def backward_task() -> int:
     """Return the number of the backward pass that autograd runs in this thread, which recomputes checkpoints, or -1."""
     return int(_C._current_graph_task_id())

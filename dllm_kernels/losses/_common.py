@@ -10,6 +10,7 @@ from torch import Tensor
 from dllm_kernels import _checks
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import plain_count
+from dllm_kernels.rows._call import times_upstream
 from dllm_kernels.rows._interface import IGNORE
 
 Count = int | Tensor | None
@@ -95,8 +96,27 @@ def divide(weights: Tensor, count: Count, counted: Tensor | None = None) -> Tens
 
 
 def weighted_rows(nll: Tensor, weights: Tensor) -> Tensor:
-    """Compute weight * NLL per row, 0 for a row of weight 0 even if its NLL is NaN."""
-    return torch.where(weights != 0, nll * weights, 0.0)
+    """Compute weight * NLL per row, 0 for a row of weight 0 even if its NLL is NaN.
+
+    A row whose upstream gradient is 0 has the gradient 0 even if its weight is NaN, as those of D-PACE may be.
+    """
+    return _WeightedRows.apply(nll, weights)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _WeightedRows(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(nll: Tensor, weights: Tensor) -> Tensor:
+        return torch.where(weights != 0, nll * weights, 0.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return times_upstream(ctx.saved_tensors[0], grads[0]), None
 
 
 def sum_of_rows(nll: Tensor, weights: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dllm_kernels._checks._target_range import first_true
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import plain, readable_without_sync
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import DLLMLossOutput, divide, next_tokens, shift_left, single_loss
+from dllm_kernels.losses._common import DLLMLossOutput, divide, next_tokens, shift_left, single_loss, weighted_rows
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
@@ -216,7 +216,10 @@ class SCDDLoss(DiffusionLoss):
         mix = base_s.expand(x.shape), step.rho_s.expand(x.shape)
         out = rows.stats(ids, active, mix=mix)
         assert out.mix is not None
-        log_x, log_z = out.log_probs.unbind(-1)
+        # What follows would make NaN of an upstream gradient of 0 in such rows.
+        undefined = (out.log_probs.sum(-1) + out.mix).isnan()
+        mix_of_p = out.mix.masked_fill(undefined, 0.0)
+        log_x, log_z = out.log_probs.masked_fill(undefined.unsqueeze(-1), 0.0).unbind(-1)
         log_x = log_x.masked_fill(x == mask, -math.inf)
         log_rho_s, log_rho_t = (rho.clamp(min=TINY).log() for rho in (step.rho_s, step.rho_t))
         at_x, at_z = (torch.logaddexp(base_s.log(), log_rho_s + log_p) for log_p in (log_x, log_z))
@@ -225,9 +228,10 @@ class SCDDLoss(DiffusionLoss):
         seen = (step.base_t + step.rho_t * same).clamp(min=TINY)
         coefficients = step.base_s * step.u, step.rho_s * step.u, (step.base_s + step.rho_s * same) * step.r
         drawn, clean, stayed = (number / seen for number in coefficients)  # 0 for impossible tokens, with gradient 0
-        filled = step.released * (step.base_s * out.mix + step.rho_s * at_x)
-        corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + stayed * _change(step, K, log_z.exp(), at_z - D)
-        return -torch.where(z == mask, filled, corrected)
+        filled = step.released * (step.base_s * mix_of_p + step.rho_s * at_x)
+        corrected = drawn * (mix_of_p - K * D) + clean * (at_x - D) + stayed * _change(step, K, log_z.exp(), at_z - D)
+        costs = -torch.where(z == mask, filled, corrected)
+        return torch.where(undefined, weighted_rows(out.mix, torch.full_like(out.mix, math.nan)), costs)
 
     def _checked_schedule(self) -> tuple[float, float, float]:
         """Validate the settings, on every call because attributes may have been reassigned; return the schedule's."""

@@ -95,12 +95,14 @@ def accepted_prefix(rates: Tensor, mask: Tensor, may_be_missing: Tensor | None) 
 
 def weights_of_blocks(q: Tensor, mask: Tensor, alpha: float, variant: str, anchor_row: bool) -> Tensor:
     """Compute :func:`dpace_weights` from validated arguments, both in the dtype of the result."""
+    dtype = q.dtype
+    q = q.double() if variant == "continuation" else q  # S / C may be large even if C underflows in float32
     prefix = accepted_prefix((1 - alpha) * q + alpha, mask, anchor_rows(mask) if anchor_row else None)
     if variant == "prefix":
         return prefix * mask
     suffix = (prefix * mask).flip(-1).cumsum(-1).flip(-1)
     if variant == "continuation":
-        suffix = torch.where(prefix <= 0, 0.0, suffix / prefix)  # NaN propagates
+        suffix = torch.where(prefix <= 0, 0.0, suffix / prefix).to(dtype)  # NaN propagates
     return suffix * mask
 
 

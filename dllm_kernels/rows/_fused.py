@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dllm_kernels._graph._plain import check_no_transform
 from dllm_kernels.rows._logits import Head
 from dllm_kernels.rows._setup import NeedsGrad, Setup
 
@@ -85,6 +86,7 @@ def first_order(instead: str) -> Callable[[Function], Function]:
         def wrapped(ctx: Any, *grads: Tensor | None) -> Any:
             if all(g is None for g in grads):
                 return (None,) * len(ctx.needs_input_grad)
+            check_no_transform(*grads)
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return backward(ctx, *grads)
             if getattr(ctx, "once", None) is not None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._checks._backend import use_triton
-from dllm_kernels._graph._plain import check_no_tangent
+from dllm_kernels._graph._plain import check_no_tangent, is_dtensor
 from dllm_kernels.rows._dtypes import accum_dtype, dtype_of_products
-from dllm_kernels.rows._logits import Head, LinearLogits, Logits
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._primitives import RowPrimitives, row_primitives
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
@@ -156,13 +156,45 @@ def compute_dtype(logits: LinearLogits) -> torch.dtype:
 
 
 def stored(logits: LinearLogits) -> Tensor:
-    """Compute all logits of a record with torch, before its transform, for an op that reads them beside stored ones."""
+    """Compute all logits of a record with torch, before its transform, for an op that reads them beside stored ones.
+
+    Raises:
+        ValueError: some tensors of the record are DTensors, and some are not.
+    """
+    tensors = [t for t in (logits.hidden, *logits.head) if t is not None]
+    check_no_tangent(*tensors)
+    if len({is_dtensor(t) for t in tensors}) > 1:
+        raise ValueError(
+            "a LinearLogits beside stored logits must hold only plain tensors or only DTensors, got both; pass the "
+            "logits of both models as LinearLogits"
+        )
     dtype, wide = dtypes_of(logits)
     hidden, *head = [None if t is None else t.to(dtype).to(wide) for t in (logits.hidden, *logits.head)]
     weight, bias, u, U = head
     with torch.autocast(logits.hidden.device.type, enabled=False):
-        z = F.linear(hidden, weight, bias)  # type: ignore[arg-type]
-        return z if u is None or U is None else z + F.linear(u, U)
+        z = _linear(hidden, weight, bias)
+        return z if u is None or U is None else z + _linear(u, U, None)
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear``, but a row without an upstream gradient does not reach that of the weight, even if it holds NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), grad = ctx.saved_tensors, flat_rows(grads[0])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        read = flat_rows(x).masked_fill((grad == 0).all(-1, keepdim=True), 0)
+        grad_x = (grad @ weight).view(x.shape) if needs_x else None
+        return grad_x, grad.t() @ read if needs_weight else None, grad.sum(0) if needs_bias else None
+
+
+def _linear(x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def dtypes_of(logits: Logits) -> tuple[torch.dtype, torch.dtype]:

@@ -49,6 +49,18 @@ def test_the_loss_is_unchanged_by_returning_its_rows(case, form):
 
 
 @forms
+@pytest.mark.parametrize("case", [case for case in CLASSES if "balanced" not in case.name], ids=lambda case: case.name)
+def test_an_upstream_gradient_of_zero_leaves_out_a_sequence_that_holds_nan(case, form):
+    inputs, leaves = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}, leaves_of(case, form)
+    upstream, grads = torch.ones(2, 6 * case.width, device=DEVICE), []
+    upstream[0] = 0
+    for filling in (math.nan, 1.0):
+        leaves[0].data[0] = filling
+        grads.append(output_and_grads(case, form, leaves, inputs, lambda out: (out.row_losses * upstream).sum())[1])
+    torch.testing.assert_close(*grads)
+
+
+@forms
 @pytest.mark.parametrize("case", [case for case in CLASSES if case.counts], ids=lambda case: case.name)
 def test_rows_are_not_divided(case, form):
     inputs, leaves = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}, leaves_of(case, form)

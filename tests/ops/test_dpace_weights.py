@@ -63,6 +63,9 @@ def test_alpha_of_0_and_1():
     for variant, expected in (("dpace", [0.5, 0.0, 0.0]), ("continuation", [1.0, 0.0, 0.0])):
         assert dpace_weights(q, on, alpha=0.0, variant=variant).tolist() == expected
         assert reference.dpace_weights(q, on, 0.0, variant).tolist() == expected
+    q = torch.tensor([1e-30, 1e-30, 0.5], device=DEVICE)  # the products C underflow, the ratios S / C do not
+    for function in (dpace_weights, reference.dpace_weights):
+        assert function(q, on, alpha=0.0, variant="continuation").tolist() == [1.0, 1.5, 1.0]
 
 
 def draw(shape, dtype=torch.float32):

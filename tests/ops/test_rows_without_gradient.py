@@ -65,6 +65,11 @@ def divergence(x, *, kind="jsd", reduction="none", **options):
     return ops.divergence(x, teacher_of(x), WEIGHTS * ON, kind=kind, reduction=reduction, **options).loss
 
 
+def with_stored_teacher(x, **options):
+    stored = teacher_of(torch.empty(N, V, dtype=(x if isinstance(x, torch.Tensor) else x.hidden).dtype, device=DEVICE))
+    return ops.divergence(x, stored, WEIGHTS * ON, **{"reduction": "none"} | options).loss
+
+
 def cross_entropy(x, *, reduction="none", **options):
     options |= {"targets": TARGETS, "kind": "ce", "reduction": reduction}
     return ops.divergence(x, teacher_of(x), WEIGHTS, **options).loss
@@ -82,8 +87,8 @@ def row_objective(x, **options):
     return ops.row_objective(x, TARGETS, with_infinite_slope, active=ON, entropy=True, **options).loss
 
 
-OF_ROWS = [token_nll, row_stats, token_log_probs, divergence, cross_entropy, topk_divergence]
-SUMS = [weighted_nll, row_objective, divergence, cross_entropy, topk_divergence]
+COMPARING = [divergence, with_stored_teacher, cross_entropy, topk_divergence]
+OF_ROWS, SUMS = [token_nll, row_stats, token_log_probs, *COMPARING], [weighted_nll, row_objective, *COMPARING]
 # Logits, and hidden states with a head of which nothing, everything, U, or weight and bias alone is trained.
 TRAINED = {"logits": "1", "frozen": "10010", "trained": "11111", "U": "10011", "head": "01100"}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -42,6 +42,10 @@ def inputs(count, dtype=torch.float32):
     return [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
 
 
+def batched(x, loss):
+    return torch.autograd.grad(loss, x, torch.ones(2, device=DEVICE, dtype=loss.dtype), is_grads_batched=True)
+
+
 TRANSFORMS = {
     "grad": lambda op, args: grad(op, 0)(*args),
     "grad_and_value": lambda op, args: grad_and_value(op, 0)(*args),
@@ -51,6 +55,7 @@ TRANSFORMS = {
     "jacrev": lambda op, args: jacrev(op)(*args),
     "jacfwd": lambda op, args: jacfwd(op)(*args),
     "hessian": lambda op, args: hessian(op)(*args),
+    "is_grads_batched": lambda op, args: batched(args[0].requires_grad_(), op(*args)),
 }
 
 

@@ -650,6 +650,8 @@ def layouts_that_cannot_be_served():
     raises(ValueError, "hidden states must be split as torch.chunk", ops.linear_token_nll, odd, whole, y)
     partial_head = DTensor.from_local(w, mesh, [Partial()], run_check=False)
     raises(ValueError, "redistribute", ops.linear_token_nll, hidden, partial_head, y)
+    record = ops.LinearLogits(hidden, rows)
+    raises(ValueError, "only plain tensors or only DTensors", ops.divergence, record, torch.zeros(B, L, V))
     logits = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)])
     raises(ValueError, "targets must have shape", ops.token_nll, logits, y[:1])
     raises(IndexError, "(0, 0)", ops.token_nll, logits, y + V, check_targets=True)
