@@ -61,6 +61,11 @@ def backward_task() -> int:
     return int(_C._current_graph_task_id())
 
 
+def views_tracked() -> Any:
+    """Return a context in which views share the graph of changes in place, as they do not below autograd."""
+    return _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False)
+
+
 def saved_tensors_hooks_enabled() -> bool:
     """Return False where setting hooks of saved tensors would raise."""
     return bool(_C._autograd._saved_tensors_hooks_is_enabled())

@@ -26,6 +26,7 @@ from dllm_kernels._graph._private import (
     plainly,
     same_storage,
     transforms_active,
+    views_tracked,
 )
 from dllm_kernels.deferred import _graph
 from dllm_kernels.deferred._moves import Call
@@ -430,9 +431,7 @@ class DeferredTensor(Tensor, Deferred):
             return func(*args, **kwargs)
         name = ALIASES.get(name, name)
         objects = _deferred_in((*args, *kwargs.values()))
-        known = all(
-            t is Tensor or issubclass(t, Deferred) for t in types
-        )  # a subclass of the user may change the result
+        known = all(t is Tensor or issubclass(t, Deferred) for t in types)  # another class may change the result
         rule = objects[0].rules.get(name) if known and all(x.deferred for x in objects) else None
         if rule is not None:
             with contextlib.suppress(UnknownArgumentError):
@@ -452,17 +451,20 @@ class DeferredTensor(Tensor, Deferred):
         if func in _graph.COPIES and not kwargs and isinstance(args[0], DeferredTensor):
             with plainly(), torch.no_grad():
                 copy = args[0].after([args[0]], func)
-            copy.note_copy_of(args[0])
+            if isinstance(copy, DeferredTensor):
+                copy.note_copy_of(args[0])
             return copy
         mutable = func._schema.is_mutable
+
+        def value(x: Any) -> Any:
+            with views_tracked():  # the graph of the values is kept
+                return x.dense(name) if isinstance(x, DeferredTensor) else x
+
         if mutable and isinstance(args[0], DeferredTensor):
             if name in RESHAPED:  # torch calls no `__torch_function__` for set_
                 _refuse_shape_change(name)
             for x in args[0].family():  # copies keep the values that they had
-                x.dense(name)
-
-        def value(x: Any) -> Any:
-            return x.dense(name) if isinstance(x, DeferredTensor) else x
+                value(x)
 
         result = func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
         return args[0] if mutable and isinstance(args[0], DeferredTensor) else result

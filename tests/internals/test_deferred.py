@@ -234,6 +234,7 @@ RECEIVERS = {
         lambda z: z + CLASSES / 5, lambda z: z - z.max(-1, keepdim=True).values, lambda z: z + ROWS[..., None],
         lambda z: z.log_softmax(-1), lambda z: z.log_softmax(-1).mT,
         lambda z: z.log_softmax(-1).masked_fill(ROWS[..., None] < 2, -3.0),
+        lambda z: z.__setitem__((..., 2), -9.0) or z,
     ]),
     "NLL": (DeferredNLL, [
         nll, lambda z: nll(z).mT.mT, lambda z: nll(z) * ROWS, lambda z: nll(z) + 1,
@@ -369,12 +370,19 @@ def test_functions_with_odd_operands_return_what_they_do_for_tensors(kind, recei
 
 
 @pytest.mark.parametrize("kind", RECEIVERS)
-def test_a_function_that_returns_its_input_returns_the_values(kind):
+def test_code_below_autograd_reads_the_values_and_leaves_the_graph(kind):
+    """A Function that returns its input, and ``torch.tensor``, for which torch calls no ``__torch_function__``."""
     plain, model, hidden = Model().to(DEVICE), Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
-    with deferred_logits(model):
+    with deferred_logits(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.tensor of a tensor
         for receive in RECEIVERS[kind][1]:
-            found, expected = Same.apply(receive(model(hidden))).materialize(), receive(plain(hidden))
-            torch.testing.assert_close(found, expected, equal_nan=True)
+            x, expected = receive(model(hidden)), receive(plain(hidden))
+            torch.testing.assert_close(Same.apply(receive(model(hidden))).materialize(), expected, equal_nan=True)
+            torch.testing.assert_close(torch.tensor(x), torch.tensor(expected), equal_nan=True)
+            if expected.requires_grad:
+                weights = [m.lm_head.weight for m in (model, plain)]
+                grads = [torch.autograd.grad(t.sum(), w)[0] for t, w in zip((x, expected), weights, strict=True)]
+                torch.testing.assert_close(*grads, equal_nan=True)
 
 
 @pytest.mark.parametrize(("step", "bias"), [(0.25, False), (0.1, False), (0.25, True)])
