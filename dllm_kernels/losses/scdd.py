@@ -216,10 +216,14 @@ class SCDDLoss(DiffusionLoss):
         mix = base_s.expand(x.shape), step.rho_s.expand(x.shape)
         out = rows.stats(ids, active, mix=mix)
         assert out.mix is not None
-        # What follows would make NaN of an upstream gradient of 0 in such rows.
-        undefined = (out.log_probs.sum(-1) + out.mix).isnan()
-        mix_of_p = out.mix.masked_fill(undefined, 0.0)
-        log_x, log_z = out.log_probs.masked_fill(undefined.unsqueeze(-1), 0.0).unbind(-1)
+        log_probs, mix_of_p, undefined = out.log_probs, out.mix, None
+        if self._returns_rows():  # what follows would make NaN of an upstream gradient of 0 in these rows
+            undefined = (log_probs.sum(-1) + mix_of_p).isnan()
+            log_probs, mix_of_p = (
+                log_probs.masked_fill(undefined.unsqueeze(-1), 0.0),
+                mix_of_p.masked_fill(undefined, 0.0),
+            )
+        log_x, log_z = log_probs.unbind(-1)
         log_x = log_x.masked_fill(x == mask, -math.inf)
         log_rho_s, log_rho_t = (rho.clamp(min=TINY).log() for rho in (step.rho_s, step.rho_t))
         at_x, at_z = (torch.logaddexp(base_s.log(), log_rho_s + log_p) for log_p in (log_x, log_z))
@@ -231,6 +235,8 @@ class SCDDLoss(DiffusionLoss):
         filled = step.released * (step.base_s * mix_of_p + step.rho_s * at_x)
         corrected = drawn * (mix_of_p - K * D) + clean * (at_x - D) + stayed * _change(step, K, log_z.exp(), at_z - D)
         costs = -torch.where(z == mask, filled, corrected)
+        if undefined is None:
+            return costs
         return torch.where(undefined, weighted_rows(out.mix, torch.full_like(out.mix, math.nan)), costs)
 
     def _checked_schedule(self) -> tuple[float, float, float]:

@@ -35,7 +35,7 @@ OF_ROWS = {
 # Random results, and those of which a rounding step is no rounding step
 INEXACT = (
     "bernoulli", "cauchy", "dropout", "empty", "exponential", "geometric", "multinomial", "normal", "rand", "rrelu",
-    "bfloat16", "half", "hash",
+    "bfloat16", "float", "half", "hash",
 )  # fmt: skip
 
 
