@@ -219,10 +219,8 @@ class SCDDLoss(DiffusionLoss):
         log_probs, mix_of_p, undefined = out.log_probs, out.mix, None
         if self._returns_rows():  # what follows would make NaN of an upstream gradient of 0 in these rows
             undefined = (log_probs.sum(-1) + mix_of_p).isnan()
-            log_probs, mix_of_p = (
-                log_probs.masked_fill(undefined.unsqueeze(-1), 0.0),
-                mix_of_p.masked_fill(undefined, 0.0),
-            )
+            log_probs = log_probs.masked_fill(undefined.unsqueeze(-1), 0.0)
+            mix_of_p = mix_of_p.masked_fill(undefined, 0.0)
         log_x, log_z = log_probs.unbind(-1)
         log_x = log_x.masked_fill(x == mask, -math.inf)
         log_rho_s, log_rho_t = (rho.clamp(min=TINY).log() for rho in (step.rho_s, step.rho_t))
