@@ -201,15 +201,15 @@ class SCDDLoss(DiffusionLoss):
             out = self._single_part_output(rows, self._predictable(x), weights, divide(weights, count, supervised))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
         step = _Step.between(self.num_timesteps, schedule, t, rows)
-        costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.accum_dtype)
-        divided = divide(times, count, supervised)
-        return single_loss((costs * divided).sum(), steps, costs * times if self._returns_rows() else None)
+        per_row, times = self._returns_rows(), self.num_timesteps * active.to(rows.accum_dtype)
+        costs, divided = self._costs(rows, step, x, z, active, per_row), divide(times, count, supervised)
+        return single_loss((costs * divided).sum(), steps, costs * times if per_row else None)
 
     def _predictable(self, ids: Tensor) -> Tensor:
         """Replace MASK by -100: its probability is 0 without a gradient, so as a clean token it adds a constant."""
         return ids.masked_fill(ids == self.mask_token_id, IGNORE)
 
-    def _costs(self, rows: ModelOutput, step: _Step, x: Tensor, z: Tensor, active: Tensor) -> Tensor:
+    def _costs(self, rows: ModelOutput, step: _Step, x: Tensor, z: Tensor, active: Tensor, per_row: bool) -> Tensor:
         """Compute the cost per active position of one step ``[B, L]``."""
         mask, K = self.mask_token_id, rows.vocabulary - 1
         base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))
@@ -217,7 +217,7 @@ class SCDDLoss(DiffusionLoss):
         out = rows.stats(ids, active, mix=mix)
         assert out.mix is not None
         log_probs, mix_of_p, undefined = out.log_probs, out.mix, None
-        if self._returns_rows():  # what follows would make NaN of an upstream gradient of 0 in these rows
+        if per_row:  # what follows would make NaN of an upstream gradient of 0 in these rows
             undefined = (log_probs.sum(-1) + mix_of_p).isnan()
             log_probs = log_probs.masked_fill(undefined.unsqueeze(-1), 0.0)
             mix_of_p = mix_of_p.masked_fill(undefined, 0.0)
