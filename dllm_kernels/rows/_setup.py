@@ -171,9 +171,10 @@ def stored(logits: LinearLogits) -> Tensor:
     dtype, wide = dtypes_of(logits)
     hidden, *head = [None if t is None else t.to(dtype).to(wide) for t in (logits.hidden, *logits.head)]
     weight, bias, u, U = head
+    linear: Any = F.linear if is_dtensor(hidden) else _linear
     with torch.autocast(logits.hidden.device.type, enabled=False):
-        z = _linear(hidden, weight, bias)
-        return z if u is None or U is None else z + _linear(u, U, None)
+        z: Tensor = linear(hidden, weight, bias)
+        return z if u is None or U is None else z + linear(u, U, None)
 
 
 class _Linear(torch.autograd.Function):
@@ -193,7 +194,7 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad.t() @ read if needs_weight else None, grad.sum(0) if needs_bias else None
 
 
-def _linear(x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
 
 
