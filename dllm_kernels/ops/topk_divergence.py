@@ -26,7 +26,7 @@ from dllm_kernels._graph._plain import all_plain, has_values, readable_without_s
 from dllm_kernels.ops.divergence import Divergence
 from dllm_kernels.ops.row_objective import row_objective_unchecked
 from dllm_kernels.ops.row_stats import row_stats_unchecked
-from dllm_kernels.rows._call import Call, checked, name_of_rows
+from dllm_kernels.rows._call import Call, checked, name_of_rows, times_upstream
 from dllm_kernels.rows._divergence_spec import checked_spec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
@@ -240,12 +240,11 @@ class _OfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         log_p, log_q = ctx.saved_tensors
-        upstream = grads[0].unsqueeze(-1)
         normalized = ctx.fn.normalized(log_p)
-        grad = upstream * ctx.fn.slope(normalized, log_q)
+        slope = ctx.fn.slope(normalized, log_q)
         if not ctx.fn.tail:
-            grad = grad - normalized.exp() * grad.sum(-1, keepdim=True)
-        return torch.where((upstream != 0) | grad.isfinite(), grad, 0.0), None, None
+            slope = slope - normalized.exp() * slope.sum(-1, keepdim=True)
+        return times_upstream(slope, grads[0].unsqueeze(-1)), None, None
 
 
 def _of_rows(log_p: Tensor, log_q: Tensor, fn: _BucketDivergence) -> Tensor:

@@ -189,9 +189,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), grad = ctx.saved_tensors, flat_rows(grads[0])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        read = flat_rows(x).masked_fill((grad == 0).all(-1, keepdim=True), 0)
         grad_x = (grad @ weight).view(x.shape) if needs_x else None
-        return grad_x, grad.t() @ read if needs_weight else None, grad.sum(0) if needs_bias else None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = grad.t() @ flat_rows(x).masked_fill((grad == 0).all(-1, keepdim=True), 0)
+        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
