@@ -63,7 +63,6 @@ import threading
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,7 +76,7 @@ MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 ROUNDS = 10
 _CHILDREN = 1  # second key word of child seeds
-_Array = npt.NDArray[Any]
+_Array = np.ndarray[Any, Any]
 Words = tuple[Any, Any, Any, Any]
 
 

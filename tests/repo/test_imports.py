@@ -6,6 +6,7 @@ The oracle is separate.
 import ast
 import functools
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -279,7 +280,7 @@ import sys, torch
 before = set(sys.modules)
 import dllm_kernels
 print(" ".join(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
-print("torch.distributed.tensor" in set(sys.modules) - before)
+print({"torch.distributed.tensor", "dllm_kernels.deferred._head"} & set(sys.modules) - before)
 """
 
 IMPORTED = """
@@ -288,7 +289,7 @@ sys.pycache_prefix, sys.dont_write_bytecode = {folder!r}, False
 gc.disable()
 start = time.process_time()
 import dllm_kernels
-print((time.process_time() - start) / TORCH)
+print(time.process_time() - start, TORCH)
 """
 
 
@@ -298,14 +299,17 @@ def test_the_import_is_lazy_and_fast(tmp_path):
 
     The time is that of imports after the first one, because Python caches bytecode. It is processor time, so that other
     processes do not count, without the garbage collector, which visits all objects of torch and starts after a number
-    of allocations. It is some 50 ms if torch takes 1 s; a slow or shared processor affects both.
+    of allocations. It is some 40 ms if torch takes 1 s; a slow or shared processor affects both. The time of torch is
+    the median of three processes, because one import may run while the processor is slow or fast.
     """
-    imported = IMPORTED.format(folder=str(tmp_path))
-    tops, distributed, *shares = run(LOADED, *[imported] * 16, WITHOUT_TRITON).splitlines()
+    tops, loaded = run(LOADED, WITHOUT_TRITON).splitlines()
     assert not {"triton", "transformers", "nemo_automodel"} & set(tops.split())
-    assert distributed == "False"
-    assert min(map(float, shares)) < 0.05
-    assert len(shares) == 16
+    assert loaded == "set()"
+    imported = IMPORTED.format(folder=str(tmp_path))
+    times = [[*map(float, line.split())] for _ in range(3) for line in run(*[imported] * 6).splitlines()]
+    assert len(times) == 18
+    ours, torchs = zip(*times, strict=True)
+    assert min(ours) < 0.05 * statistics.median(torchs)
 
 
 PRIVATE_OF_TORCH = re.compile(r"(?<![.\w])torch(\.\w+)*\.(_[a-z]\w*|_C)\b|Tensor\._make|\._cdata\b")
