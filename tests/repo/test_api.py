@@ -76,10 +76,12 @@ def test_every_op_has_a_line_in_the_changelog_and_in_the_table_of_ops(name):
     assert f"\n| [`{name}`][{name}] |" in table, f"add a row of [`{name}`][{name}] to docs/ops/index.md"
 
 
-@pytest.mark.parametrize("module", ["", ".losses", ".ops"])
-def test_all_resolves_without_repeats(module):
+@pytest.mark.parametrize("module", ["", ".losses", ".ops", ".distributed"])
+def test_all_resolves_without_repeats_and_is_in_dir(module):
+    """Two modules import some of their names on first use."""
     module = importlib.import_module("dllm_kernels" + module)
     assert len(set(module.__all__)) == len(module.__all__)
+    assert set(module.__all__) <= set(dir(module))
     assert all(hasattr(module, name) for name in module.__all__)
 
 
