@@ -14,7 +14,7 @@ from dllm_kernels.integrations import names, nemo_automodel, speculators, transf
 from tests.support.readme import ROOT
 
 EXAMPLES = doctest.DocTestFinder(recurse=False)
-PUBLIC = {name: vars(ours)[name] for name in ours.__all__}
+PUBLIC = {name: getattr(ours, name) for name in ours.__all__}
 # Calls with several tensors of different meaning, with a function argument, or with several results.
 COMPLEX_CALLS = {
     *("DFlashDecayLoss", "DLLMCollator", "HybridDiffusionLLMLoss", "MDLMCrossEntropyLoss", "calculate_mtp_loss"),
