@@ -59,6 +59,7 @@ class FusedHead:
 
     Attributes:
         materialized: number of times that the logits of a head call were computed, because an operation needed them.
+        called: True after the first call of the head, in a compiled graph after it was traced.
         sums: losses that are not computed yet.
         logits_fields: fields of the records of its logits.
     """
@@ -69,6 +70,7 @@ class FusedHead:
         self.on_logits = on_logits
         self.logits_fields = logits_fields
         self.materialized = 0
+        self.called = False
         self.sums: list[weakref.ref[Any]] = []
 
     def forward(self, input: torch.Tensor) -> Any:
@@ -80,6 +82,7 @@ class FusedHead:
             else:
                 self._note_compiled()
             return plain()
+        self.called = True
         dual = forward_ad.unpack_dual(input).tangent is not None  # type: ignore[no-untyped-call]
         split, state = _lora.split(self.module), CallState.now(input)
         transformed = "a transform of torch.func or forward-mode autograd" if dual or transforms_active() else None
@@ -121,6 +124,7 @@ class FusedHead:
         Raises:
             RuntimeError: ``on_logits`` is "raise".
         """
+        self.called = True
         if self.on_logits != "allow":
             file, line, registry = _caller()
             use = use.strip("_")
@@ -134,6 +138,16 @@ class FusedHead:
                 text = f"{use} at {file}:{line} needs the logits themselves, {fix}"
                 warnings.warn_explicit(text, UserWarning, file, line, registry=registry)
         self.materialized += 1
+
+    def warn_if_unused(self) -> None:
+        """Warn at the end of the context if the model did not call the head."""
+        if not self.called and self.on_logits != "allow":
+            warnings.warn(
+                f"fused_head had no effect, because the model did not call its head, {_checks.type_name(self.module)}; "
+                "call the head instead of using its weight, pass head=, or compute the loss of LinearLogits(hidden, "
+                "head)",
+                stacklevel=4,  # the with statement
+            )
 
 
 def _caller() -> tuple[str, int, Any]:
@@ -204,7 +218,8 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
         head: the LM head; None: ``model.get_output_embeddings()``, otherwise a module named ``lm_head``. An
             ``nn.Linear``, or LoRA, a trained copy or trained rows of one (PEFT, NeMo AutoModel).
         on_logits: for an operation that needs the logits: "warn" warns once for each place in the code, "raise" raises
-            RuntimeError, "allow" is silent.
+            RuntimeError, "allow" is silent. Unless it is "allow", a context in which the model did not call the head
+            ends with a warning.
 
     Yields:
         An object whose ``materialized`` counts head calls whose logits were computed.
@@ -221,6 +236,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)
     with deferring(module, FusedHead(model, module, on_logits)) as fused:
         yield fused
+    fused.warn_if_unused()
 
 
 @contextlib.contextmanager

@@ -562,6 +562,25 @@ def test_on_logits_says_what_an_operation_that_needs_them_does():
     assert fused.materialized == 1
 
 
+def test_a_head_that_the_model_does_not_call_warns():
+    """Such a model computes its logits from the weight of the head, so nothing is fused."""
+    model, x = Model(), Batch()
+    for on_logits in ("warn", "raise"):
+        message = "^fused_head had no effect, because the model did not call its head, torch.nn.modules.linear.Linear; "
+        with pytest.warns(UserWarning, match=message) as caught, fused_head(model, on_logits=on_logits) as fused:
+            llada(F.linear(torch.tanh(model.body(x.noisy)), model.lm_head.weight), x)
+        assert caught[0].filename == __file__
+    assert fused.materialized == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fused_head(model, on_logits="allow"):
+            pass
+        with pytest.raises(ZeroDivisionError), fused_head(model):
+            raise ZeroDivisionError
+        with fused_head(model):
+            model(x.noisy)
+
+
 METADATA = {
     "shape": lambda z: z.shape, "dtype": lambda z: z.dtype, "device": lambda z: z.device, "ndim": lambda z: z.ndim,
     "size": lambda z: (z.size(), z.size(-1), z.size(dim=0)), "dim": lambda z: z.dim(), "numel": lambda z: z.numel(),
