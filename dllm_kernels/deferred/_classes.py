@@ -102,7 +102,8 @@ def _chosen_classes(x: DeferredLogits, call: Call, index: Sequence[Tensor]) -> A
     """Select one class of each of some rows, by tensors of indices."""
     *rows, ids = torch.broadcast_tensors(*index)  # type: ignore[no-untyped-call]
     chosen = by_index(x, Call(call.function, (tuple(rows),), {})) if rows else x
-    ids = ids.where(ids >= 0, ids + x.shape[-1]).unsqueeze(-1)
+    V = x.shape[-1]
+    ids = ids.where((ids >= 0) | (ids < -V), ids + V).unsqueeze(-1)
     result = NotImplemented if chosen is NotImplemented else RULES["gather"](chosen, Call(torch.gather, (-1, ids), {}))
     return result if result is NotImplemented else result.squeeze(-1)
 

@@ -42,7 +42,11 @@ def known_ids(ids: Any) -> Any:
 
 
 def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
-    """Return the ids that ``gather`` along the classes takes, with the classes last; None for any other call."""
+    """Return the ids that ``gather`` along the classes takes, with the classes last; None for any other call.
+
+    Raises:
+        IndexError: an id on a CPU is out of range, as in torch.
+    """
     along = call.function.__name__ == "take_along_dim"
     args = arguments(("indices", "dim") if along else ("dim", "index", "sparse_grad"), call.args, call.kwargs)
     index = known_ids(args.get("indices" if along else "index"))
@@ -53,7 +57,9 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
     if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
         return None
     index = index.remainder(x.shape[x.axis]) if along else index  # as take_along_dim does
-    return index.movedim(x.axis, -1)
+    index = index.movedim(x.axis, -1)
+    check_target_range(readable_without_sync(index) or None, "index", index, x.shape[x.axis], None)
+    return index
 
 
 def picked(
@@ -61,8 +67,7 @@ def picked(
 ) -> Any:
     """Return values of the ids, with their dimension at the class dimension of the logits."""
     axis = x.axis
-    ids = ids.where(ids != -100, -1)  # -100 is out of range
-    check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
+    ids = ids.where(ids != -100, -1)  # -100 is out of range, which is not checked on a GPU
     meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
     request = NeededStats(lambda stats: finish(stats).movedim(-1, axis), ids, best=best)
     return DeferredStat.from_logits(x, "picked", request, meta)
