@@ -229,7 +229,9 @@ def diffusion_generate(
     prompt, (B, P), device = prompt_ids.long(), prompt_ids.shape, prompt_ids.device
     _checks.check_flags(delay_eos=delay_eos, infill=infill, shift=shift)
     max_new_tokens = _checks.checked_int("max_new_tokens", max_new_tokens, 0 if infill else 1, _checks.MOST_SIZE)
-    if steps is not None or threshold is None:
+    if steps is None and threshold is None:
+        raise ValueError("steps must be given unless threshold is, got None for both")
+    if steps is not None:
         steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
     block_size = _checks.checked_size("block_size", block_size)
     plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, infill=bool(infill))

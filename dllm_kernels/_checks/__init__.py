@@ -71,12 +71,21 @@ def type_name(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _hint_of_part(name: str, value: object) -> str:
+    """Say which part of a module or of a model's output to pass, or return an empty string."""
+    if isinstance(value, nn.Module):
+        part = "bias" if "bias" in name else "weight"
+    elif "hidden" in name:
+        part = "last_hidden_state"
+    else:
+        part = "logits" if "logits" in name else ""
+    return f"; pass its .{part}" if part and hasattr(value, part) else ""
+
+
 def check_tensor(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is a dense tensor."""
     if not isinstance(value, Tensor):
-        part = "bias" if "bias" in name else "weight"
-        hint = f"; pass its .{part}" if isinstance(value, nn.Module) and hasattr(value, part) else ""
-        raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}{hint}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}{_hint_of_part(name, value)}")
     if value.is_nested:
         raise TypeError(f"{name} must be a dense tensor, got a nested tensor; pass its to_padded_tensor() and a mask")
     if type(value) is Tensor and value.layout != torch.strided:

@@ -150,11 +150,17 @@ def as_linear_logits(hidden: Any, head: Any, *options: Any) -> Any:
     """Return the record of hidden states and head, for ops that take no stored logits.
 
     Raises:
+        TypeError: ``hidden`` is a tensor, and no head is given.
         ValueError: ``hidden`` is a record already, and an argument of its head is given.
     """
     if head is None:
         hidden = opened(hidden)
     if not isinstance(hidden, LinearLogits):
+        if head is None and isinstance(hidden, Tensor):
+            raise TypeError(
+                "head must be a torch.Tensor, got NoneType; pass hidden states and the head, or LinearLogits(hidden, "
+                "head): stored logits are not taken"
+            )
         return LinearLogits(hidden, head, *options)
     for name, value in zip(("head", *LinearLogits._fields[2:]), (head, *options), strict=False):
         if value is not None:

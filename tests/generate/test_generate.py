@@ -518,7 +518,7 @@ def test_bad_input():
         raises(ValueError, f"threshold must be None for remasking={name!r}, got 0.9", threshold=0.9, remasking=name)
     both = "threshold and position_temperature exclude each other: expected one of them, got both"
     raises(ValueError, both, threshold=0.9, position_temperature=0.1)
-    raises(TypeError, "steps must be an int, got NoneType", steps=None)
+    raises(ValueError, "steps must be given unless threshold is, got None for both", steps=None)
     raises(TypeError, "cfg_scale must be a number, got NoneType", cfg_scale=None)
     raises(ValueError, "cfg_scale must be finite and non-negative, got -0.5", cfg_scale=-0.5)
     raises(

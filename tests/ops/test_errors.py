@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -281,6 +282,16 @@ def test_invalid_rows_and_targets(case, form):
     elif case.name not in ("masked cross-entropy", "row_stats"):  # these take other shapes, too
         message = f"{targets} must have shape (2, 3) (that of {rows} without its last dimension), got (2, 2)"
         raises(ValueError, message, call, **{targets: y[:, :2]})
+
+
+def test_a_model_output_in_place_of_its_tensor():
+    output, body = SimpleNamespace(logits=X), SimpleNamespace(last_hidden_state=H)
+    got = "must be a torch.Tensor, got types.SimpleNamespace"
+    raises(TypeError, f"logits {got}; pass its .logits", token_nll, output, Y)
+    raises(TypeError, f"logits {got}; pass its .logits", MDLMCrossEntropyLoss(), output, Y, ON, ON, ON)
+    with pytest.raises(TypeError, match=f"^targets {got}$"):
+        token_nll(X, output)
+    raises(TypeError, f"hidden {got}; pass its .last_hidden_state", token_nll, LinearLogits(body, W), Y)
 
 
 @of_losses([(case, form) for case, form in (*FORMS, *OTHERS) if form == "hidden"])

@@ -389,7 +389,8 @@ def test_bad_input():
             linear_sample(*args, **options)
 
     raises(TypeError, "hidden must be a torch.Tensor, got list", [1.0], w)
-    raises(TypeError, "head must be a torch.Tensor, got NoneType", h, None)
+    stored = "head must be a torch.Tensor, got NoneType; pass hidden states and the head, or LinearLogits(hidden, head)"
+    raises(TypeError, stored + ": stored logits are not taken", h)
     raises(ValueError, "hidden must have shape [..., 5] to go with head [V, D] = (70, 5), got (2, 6, 4)", h[..., 1:], w)
     raises(TypeError, "temperature must be a number, got NoneType", h, w, temperature=None)
     raises(ValueError, "temperature must be 0, or positive, from ", h, w, temperature=-1.0)

@@ -201,7 +201,7 @@ def test_bad_input():
             soft_embedding(*args, **options)
 
     raises(TypeError, "hidden must be a torch.Tensor, got list", [1.0], w, e)
-    raises(TypeError, "head must be a torch.Tensor, got NoneType", h, None, e)
+    raises(TypeError, "head must be a torch.Tensor, got NoneType; pass hidden states and the head, or ", h, None, e)
     raises(TypeError, "embedding must be a torch.Tensor, got NoneType", h, w, None)
     raises(
         ValueError, "hidden must have shape [..., 5] to go with head [V, D] = (37, 5), got (2, 6, 4)", h[..., 1:], w, e
