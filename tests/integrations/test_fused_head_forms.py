@@ -144,6 +144,9 @@ FORMS = {
         lambda p: -(p * p.clamp(min=1e-12).log()).sum(-1))(z.softmax(-1)) * x.w,
     "entropies of everything": lambda z, x: (lambda p: (p * p.log()).sum() - (p * z).mean())(z.softmax(-1)),
     "entropy of rows": lambda z, x: entropy_of(z[x.masked].softmax(-1)) * x.w[x.masked] + nll(z, x)[x.masked],
+    "entropy of correct tokens": lambda z, x: (
+        lambda s, y: F.cross_entropy(s, y) + (entropy_of(s.softmax(-1)) * (s.argmax(-1) == y)).sum()
+        )(z[x.masked], x.ids[x.masked]),
     "a detached entropy": lambda z, x: entropy_of(z.softmax(-1)).detach() * nll(z, x),
     "an entropy with a dimension": lambda z, x: (z.softmax(-1) * z.log_softmax(-1)).sum(-1, keepdim=True)[..., 0] * x.w,
     "NLL of the logarithm": lambda z, x: F.nll_loss(z.softmax(-1).log().flatten(0, 1), x.targets.flatten()),
