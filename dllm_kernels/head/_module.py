@@ -130,7 +130,10 @@ def own_forward(head: nn.Module) -> str | None:
     if forward is None or forward == types.MethodType(type(head).forward, head):
         return None
     if str(getattr(forward, "__module__", "")).startswith("dllm_kernels."):
-        return "the forward of another call that replaces the same head and has not returned"
+        return (
+            "the forward of another call that replaces the same head and has not returned (leave an enclosing "
+            "fused_head first)"
+        )
     return "a forward set on the object"
 
 

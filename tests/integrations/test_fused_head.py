@@ -901,7 +901,10 @@ def test_bad_arguments():
             pass
     assert "forward" not in vars(model.lm_head)
     with fused_head(model):
-        with pytest.raises(ValueError, match="of another call that replaces the same head"), fused_head(model):
+        message = (
+            r"of another call that replaces the same head and has not returned \(leave an enclosing fused_head first"
+        )
+        with pytest.raises(ValueError, match=message), fused_head(model):
             pass
         assert type(model(Batch().noisy)) is not torch.Tensor
     assert torch.is_tensor(model(Batch().noisy))
