@@ -882,3 +882,12 @@ def test_every_error_is_listed_with_its_cause():
     used = {p: re.compile(re.escape(p).replace("…", ".*") + (".*" if p.endswith("…") else "")) for p in patterns}
     assert [m for m in found if not any(regex.fullmatch(m) for regex in used.values())] == []
     assert [p for p, regex in used.items() if not any(regex.fullmatch(m) for m in found)] == []
+
+
+def test_the_most_frequent_errors_are_quoted_as_the_package_raises_them():
+    section = PAGES["troubleshooting/index.md"].split("## It stops with an error")[1].split("\n## ")[0]
+    quoted, found = re.findall(r"^\| `([^`]+)`", section, re.MULTILINE), list(messages())
+    assert len(quoted) > 8
+    for text in quoted:  # without names and values, which messages insert
+        longest = max(re.split(r"…|'\w+'|NoneType|\b\w+_\w+\b", text), key=len).strip(" ,")
+        assert any(longest in message for message in found), text
