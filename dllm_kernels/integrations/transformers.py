@@ -64,7 +64,7 @@ from dllm_kernels._checks._target_range import first_true
 from dllm_kernels._graph import _plain
 from dllm_kernels._graph._named import replaced
 from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
-from dllm_kernels.corruption import corrupt_uniform
+from dllm_kernels.corruption import checked_mask_id, corrupt_uniform
 from dllm_kernels.corruption._philox import child_seeds
 from dllm_kernels.head._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
 from dllm_kernels.head._module import head_module
@@ -293,10 +293,11 @@ class MaskedDiffusionCollator:
             them gives every batch the same noise.
 
     Raises:
-        TypeError: ``rank`` is not an int, ``seed_field`` is not a str, ``collate``, ``corrupt`` or ``level`` is not a
-            function, or ``attend_supervised`` or ``shift`` is not a bool.
-        ValueError: ``rank`` has more than 64 bits, ``corrupt`` takes no MASK token, or ``seeds`` and ``seed_field`` are
-            both given.
+        TypeError: ``mask_token_id`` or ``rank`` is not an int, ``seed_field`` is not a str, ``collate``, ``corrupt`` or
+            ``level`` is not a function, ``attend_supervised`` or ``shift`` is not a bool, or ``corrupt`` does not take
+            one of the options.
+        ValueError: ``mask_token_id`` is negative, it or ``rank`` has more than 64 bits, ``corrupt`` takes no MASK
+            token, or ``seeds`` and ``seed_field`` are both given.
     """
 
     def __init__(
@@ -304,7 +305,8 @@ class MaskedDiffusionCollator:
         corrupt: Corruption = corrupt_uniform, *, seed_field: str | None = None, rank: int | None = None,
         level: Callable[..., Tensor] | None = None, attend_supervised: bool = True, shift: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        _check_corrupt(corrupt)
+        _check_corrupt(corrupt, options)
+        checked_mask_id(mask_token_id, torch.empty(0, dtype=torch.int64, device="cpu"))
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, got {_checks.type_name(function)}")
@@ -462,8 +464,8 @@ def _check_collated(batch: Any, rows: int) -> None:
         raise ValueError(f"collate must return one row per sample, {rows}, got {len(batch['input_ids'])}")
 
 
-def _check_corrupt(corrupt: Corruption) -> None:
-    """Raise if the third parameter of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
+def _check_corrupt(corrupt: Corruption, options: Mapping[str, Any]) -> None:
+    """Raise if ``corrupt`` does not take MASK, but a vocabulary size, as its third parameter, or not the options."""
     if not callable(corrupt):
         raise TypeError(f"corrupt must be a function, got {_checks.type_name(corrupt)}")
     if _parameters_of(corrupt)[2:3] == ["vocab_size"]:
@@ -471,6 +473,12 @@ def _check_corrupt(corrupt: Corruption) -> None:
         raise ValueError(
             f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
         )
+    try:
+        inspect.signature(corrupt).bind_partial(**options)
+    except TypeError as error:
+        raise TypeError(f"corrupt must take the options of the collator, but it {error}") from None
+    except ValueError:  # a builtin has no signature
+        pass
 
 
 def _parameters_of(function: Callable[..., Any]) -> list[str]:

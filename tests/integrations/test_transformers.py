@@ -496,6 +496,12 @@ def test_a_corruption_that_does_not_mask_is_rejected():
     assert MaskedDiffusionCollator(99, corrupt=torch.clone).corrupt is torch.clone  # which has no signature
     with pytest.raises(TypeError, match=r"^corrupt must be a function, got str$"):
         MaskedDiffusionCollator(99, corrupt="uniform")
+    message = r"^corrupt must take the options of the collator, but it got an unexpected keyword argument 'epsilon'$"
+    with pytest.raises(TypeError, match=message):
+        MaskedDiffusionCollator(99, epsilon=0.1)
+    assert MaskedDiffusionCollator(99, corrupt=lambda ids, mask, token, **options: None, epsilon=0.1)
+    with pytest.raises(TypeError, match=r"^mask_token_id must be an int, got NoneType$"):  # of a tokenizer without MASK
+        MaskedDiffusionCollator(None)
     mix = functools.partial(
         dllm_kernels.corrupt_mix, vocab_size=100, mask_prob=torch.tensor([0.5]), uniform_prob=torch.tensor([0.1])
     )
