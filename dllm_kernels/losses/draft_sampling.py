@@ -1,8 +1,7 @@
 """Blocks for training a block drafter: anchors in a sequence, the tokens of their blocks, and random prefixes.
 
 All draws are those of the corruption routines (``corruption/_philox.py``): a seed gives the same blocks on every
-device.
-As there, the arrays are NumPy's on a CPU, where a NumPy call costs a fifth of a torch call.
+device. As there, the arrays are NumPy's on a CPU, where a NumPy call costs a fifth of a torch call.
 """
 
 from __future__ import annotations
