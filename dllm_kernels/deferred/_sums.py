@@ -29,7 +29,8 @@ def _is_linear(x: Any) -> bool:
     return isinstance(x, DeferredLogits) and x.cap is None and not x.log_probs and x.is_plain
 
 
-def _finite(value: Any) -> bool:
+def is_factor(value: Any) -> bool:
+    """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -53,7 +54,7 @@ def combined(x: DeferredLogits, call: Call) -> Any:
             return (z - lse).to(dtype)
 
         return x.after([x], normalized, meta=meta, owns=True, log_probs=True, shift=NO_SHIFT)
-    if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
+    if not is_factor(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
         return NotImplemented
     if not alike(first, second):  # type: ignore[arg-type]
         return NotImplemented
@@ -81,7 +82,7 @@ def negative(x: DeferredLogits, call: Call) -> Any:
 
 def _multiplied(x: DeferredLogits, call: Call, value: Any) -> Any:
     """Multiply by a number that is not positive."""
-    if not _is_linear(x) or not _finite(value) or not -FACTOR_RANGE[1] < value <= 0:
+    if not _is_linear(x) or not is_factor(value) or not -FACTOR_RANGE[1] < value <= 0:
         return NotImplemented
     h, u, *rest = x.tapped()
     sign = 0 if -FACTOR_RANGE[0] < value else -1
@@ -98,7 +99,7 @@ def _by_number(name: str) -> None:
 
     def product(x: DeferredLogits, call: Call) -> Any:
         result = positive(x, call)
-        if result is not NotImplemented or len(call.args) != 1 or call.kwargs or not _finite(call.args[0]):
+        if result is not NotImplemented or len(call.args) != 1 or call.kwargs or not is_factor(call.args[0]):
             return result
         (value,) = call.args
         return _multiplied(x, call, value if name == "mul" else 1 / value if value else None)

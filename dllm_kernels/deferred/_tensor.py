@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -682,3 +683,16 @@ def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any])
     if len(args) > len(names) or not kwargs.keys() <= set(names):
         raise UnknownArgumentError
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def softmax_arguments(call: Call) -> dict[str, Any]:
+    """Return the arguments of softmax or log_softmax by name."""
+    functional = call.function in (F.softmax, F.log_softmax)
+    return arguments(("dim", "_stacklevel", "dtype") if functional else ("dim", "dtype"), call.args, call.kwargs)
+
+
+def where_arguments(call: Call) -> dict[str, Any]:
+    """Return the arguments of ``torch.where`` or of the method by name."""
+    is_method = call.function is Tensor.where
+    names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
+    return arguments(names, call.args, call.kwargs)
