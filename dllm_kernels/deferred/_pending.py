@@ -24,6 +24,7 @@ from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._record import Stats, class_sum
 from dllm_kernels.deferred._tensor import DeferredTensor, meta_after
 from dllm_kernels.ops.row_stats import row_stats_of_best
+from dllm_kernels.rows._interface import IGNORE
 
 Tensor = torch.Tensor
 
@@ -51,7 +52,7 @@ def row_stats(logits: Any, parts: Any, needed: Sequence[NeededStats], argmax: bo
     record = logits.rows_of(parts)
     rows = record.hidden.shape[:-1]
     groups = [a.ids.reshape(*rows, a.ids.shape[-1]) for a in needed if a.ids is not None]
-    ids = torch.cat(groups, -1) if groups else torch.full((*rows, 1), -100, device=record.hidden.device)
+    ids = torch.cat(groups, -1) if groups else torch.full((*rows, 1), IGNORE, device=record.hidden.device)
     checks = readable_without_sync(ids) or None  # as torch checks them
     entropy, best, total = (any(getattr(a, name) for a in needed) for name in ("entropy", "best", "total"))
     if best:

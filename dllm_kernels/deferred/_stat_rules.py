@@ -16,6 +16,7 @@ from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of
 from dllm_kernels.deferred._record import NO_SHIFT, Stats
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
+from dllm_kernels.rows._interface import IGNORE
 
 Tensor = torch.Tensor
 
@@ -61,7 +62,7 @@ def picked(
 ) -> Any:
     """Return values of the ids, with their dimension at the class dimension of the logits."""
     axis = x.axis
-    ids = ids.where(ids != -100, -1)  # -100 is out of range
+    ids = ids.where(ids != IGNORE, -1)  # out of range, too
     check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
     meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
     request = NeededStats(lambda stats: finish(stats).movedim(-1, axis), ids, best=best)

@@ -54,6 +54,7 @@ from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_hos
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 from dllm_kernels.rows._call import times_upstream
+from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, cast_head
 
 HOST = "trl"
@@ -172,7 +173,7 @@ class ChunkedLogProbs:
         softcap = None if cap is None else cap / logit_scale
         logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, **self.logits_fields)
         requested = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
-        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **requested)
+        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, IGNORE), outside, **requested)
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
             is_top1 = is_top1 | _outside_is_top1(LinearLogits(hidden, weight, bias), targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None

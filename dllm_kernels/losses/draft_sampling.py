@@ -24,6 +24,7 @@ from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.corruption import _philox, _seeds
 from dllm_kernels.corruption._rules import Array
 from dllm_kernels.corruption._topk import on_host
+from dllm_kernels.rows._interface import IGNORE
 
 # The longest block of a sampled prefix, whose lengths are compared one by one.
 MOST_PREFIX = 2**16
@@ -233,7 +234,7 @@ def block_targets(
     place = anchors.unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
     inside = (known.unsqueeze(2) & (place <= last)).flatten(1)
     padded = F.pad(ids.to(torch.int64), (0, 1))  # L may be 0
-    return torch.where(inside, padded.gather(1, torch.where(inside, place.flatten(1), L)), -100), inside
+    return torch.where(inside, padded.gather(1, torch.where(inside, place.flatten(1), L)), IGNORE), inside
 
 
 def sample_prefix(

@@ -70,7 +70,7 @@ CALLS = {
     "MaskedCrossEntropy": (lambda y, on: MaskedCrossEntropy()(X, y, mask=on), "labels"),
     "MTP": (of_depths, r"mtp_per_depth_targets\[0\]"),
     "MTP from logits": (of_depths_from_logits, r"mtp_per_depth_targets\[0\]"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
