@@ -273,11 +273,8 @@ def sample_prefix(
     _checks.check_number("base", base)
     if not 0 < base < math.inf:
         raise ValueError(f"base must be positive and finite, got {base}")
-    if device is None:
-        device = getattr(generator if seeds is None else seeds, "device", "cpu")
-    place = _seeds.as_device(device)
     rows, per_row = shape[0], math.prod(shape[1:])
-    seed = _seeds.resolve_seed(place, rows, generator, seeds)
+    seed = _seeds.resolve_seed(_seeds.device_of(device, generator, seeds), rows, generator, seeds)
     (lengths,) = _sampled_prefix(seed, rows, per_row, block_size, float(base))
     return lengths.view(*shape)
 
