@@ -171,7 +171,7 @@ def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
     assert torch.equal(leaves[0].isnan().any(1), weights == 0)  # the caller's rows are not modified
 
 
-def test_a_slice_of_a_batch_is_not_copied(backend):
+def test_a_slice_of_a_batch_is_not_copied():
     """Rows are addressed by batch and position strides."""
     from dllm_kernels.rows._interface import as_blv
 
