@@ -26,7 +26,7 @@ from tests.ops.test_token_nll import inputs as inputs_of_logits
 from tests.ops.test_topk_divergence import V, teacher
 from tests.repo.test_imports import PACKAGE, home, imports
 from tests.support.parity import value_and_grads
-from tests.support.rows import HEAD_PATHS, on_head_path
+from tests.support.rows import HEAD_PATHS, on_path
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -38,7 +38,7 @@ ROOM = 10_000  # rows of a chunk that fit into memory, more than any chunk has
 
 @pytest.fixture(params=HEAD_PATHS)
 def path(request, monkeypatch):
-    return on_head_path(request.param, monkeypatch)
+    return on_path(request.param, monkeypatch, splits=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
