@@ -446,7 +446,7 @@ class _Tokens:
         self.ids, self.seeds, self.shift, self.infills = ids, seeds, shift, holes is not None
         self.sampling, self.choice = options
         self.masked = F.pad(torch.zeros_like(real) if holes is None else holes, (0, L - self.P), value=True)
-        self.steps, self.log_probs = torch.full_like(ids, -1), torch.zeros(B, L, dtype=dtype, device=device)
+        self.step_map, self.log_probs = torch.full_like(ids, -1), torch.zeros(B, L, dtype=dtype, device=device)
         self.step = torch.zeros(B, dtype=torch.int64, device=device)
         self.ended, self.unfinished = torch.zeros(B, 1, dtype=torch.bool, device=device), B
         # The number of each column, from the first one of the row that is not padding; with infill only.
@@ -496,7 +496,7 @@ class _Tokens:
         decoded = self.choice.chosen(masked, count, new, score if self.order is None else self.order[:, at], draws)
         self.ids[:, at] = torch.where(decoded, new.long(), self.ids[:, at])
         self.log_probs[:, at] = torch.where(decoded, log_probs.to(self.log_probs.dtype), self.log_probs[:, at])
-        self.steps[:, at] = torch.where(decoded, self.step[:, None], self.steps[:, at])
+        self.step_map[:, at] = torch.where(decoded, self.step[:, None], self.step_map[:, at])
         self.step += masked.any(1)
         self.masked[:, at] = masked & ~decoded
 
@@ -509,7 +509,7 @@ class _Tokens:
 
     def result(self, eos: list[int], pad: list[int]) -> DiffusionGeneration:
         """Drop the tokens behind the first new EOS of each row."""
-        ids, generated, steps, log_probs = self.ids, self.steps >= 0, self.steps, self.log_probs
+        ids, generated, steps, log_probs = self.ids, self.step_map >= 0, self.step_map, self.log_probs
         if eos:
             ends = _is_one_of(ids, eos) & (torch.arange(ids.shape[1], device=ids.device) >= self.P)
             behind = ends.cumsum(1) - ends.long() > 0

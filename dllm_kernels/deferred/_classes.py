@@ -17,7 +17,7 @@ from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, move_rule, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll_rules import LIKE
-from dllm_kernels.deferred._record import ClassBias, Overwritten, logits_of
+from dllm_kernels.deferred._record import ClassBias, Overwritten, logits_at
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, where_arguments
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -178,7 +178,7 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
             return False
         columns = torch.full((2,), int(k == 0), device=x.device)
         columns[0] = k
-        z = logits_of(record, columns)
+        z = logits_at(record, columns)
     new = z[..., 0] + value if adds else value
     return holds((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
 

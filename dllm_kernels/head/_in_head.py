@@ -123,7 +123,7 @@ def result_of_head(computed: list[Tensor], outputs: Any, output: type[HeadOutput
     Raises:
         ValueError: the model did not call its head once and return the result, possibly cast or copied.
     """
-    returned = logits_of(outputs)
+    returned = returned_logits(outputs)
     if len(computed) != 1 or not isinstance(returned, output):
         got = "another tensor" if len(computed) == 1 else f"{len(computed)} calls of the head"
         refuse_output(got, output.advice)
@@ -157,7 +157,7 @@ class _Unrounded(torch.autograd.Function):
         return grad.to(ctx.device), torch.zeros(shape, dtype=dtype, device=device)
 
 
-def logits_of(outputs: Any) -> Any:
+def returned_logits(outputs: Any) -> Any:
     """Return the logits of a model's output: itself, its entry or attribute ``logits``, or its first element.
 
     Raises:

@@ -66,7 +66,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.corruption._philox import child_seeds
-from dllm_kernels.head._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
+from dllm_kernels.head._in_head import HeadOutput, computed_in_head, result_of_head, returned_logits
 from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations import _attention
 from dllm_kernels.integrations._hosts import check_before_host
@@ -558,7 +558,7 @@ def mdlm_loss_func(
             gradient; on a CPU, a label is not packed (on a GPU, the loss is then NaN).
     """
     shift = _checks.checked_bool("shift", shift)
-    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).compute(logits_of(outputs))
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).compute(returned_logits(outputs))
 
 
 class _LossCall(NamedTuple):
@@ -861,7 +861,7 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
-            return self._loss_call(labels, num_items_in_batch).compute(logits_of(outputs))
+            return self._loss_call(labels, num_items_in_batch).compute(returned_logits(outputs))
         return result_of_head(self._in_head, outputs, _LossOutput)
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:

@@ -13,7 +13,7 @@ from dllm_kernels import _checks
 from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, plain, plain_count, readable_without_sync
-from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, logits_of
+from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, projected
 from dllm_kernels.losses._common import Count, shift_left
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.mtp import cross_entropy as base
@@ -356,7 +356,7 @@ def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits:
         V = common["lm_weight"].shape[0]
     else:
         weight, bias = common.pop("lm_weight", None), common.pop("lm_bias")
-        logits = output if are_logits else logits_of(rows_of(output), common["model"], weight, bias)
+        logits = output if are_logits else projected(rows_of(output), common["model"], weight, bias)
         rows, V = {"logits": logits}, vocabulary_of(logits)
     if isinstance(loss_fn, CrossEntropy):  # check here, so that the error names the caller's tensor
         counted = plain(common["loss_weights"])
