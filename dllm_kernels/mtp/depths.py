@@ -205,17 +205,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         else:
             outputs = [opened(z, loss_fn.transform) for z in outputs]
         parts = _parts(loss_fn, name, outputs, targets, counts)
-        records = [z for z in outputs if isinstance(z, LinearLogits)]
-        if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
-            rows, ids, weights, divided = _stacked(parts, records)
-            if not return_per_depth:
-                return rows.weighted(ids, divided * factor).loss
-            sums = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
-            return MTPLossOutput(sums.sum() * factor, list(sums.unbind()), weights.sum())
-        losses = [rows.weighted(ids, divided).loss for rows, ids, _, divided in parts]
-        total = torch.stack(losses).sum(0) * factor
-        weights = torch.stack([part[2] for part in parts])
-        return MTPLossOutput(total, losses, weights.sum()) if return_per_depth else total
+        return _loss_of_parts(parts, outputs, factor, return_per_depth)
     common = counts | dtype | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
     explicit_head = not are_logits and not (lm_weight is None and lm_bias is None)
     if from_hidden or explicit_head:
@@ -337,6 +327,23 @@ def _parts(
         target.check_range(loss_fn, ids, rows.vocabulary, weights)
         parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
     return parts
+
+
+def _loss_of_parts(
+    parts: list[_Part], outputs: list[Logits], factor: float | Tensor, return_per_depth: bool
+) -> Tensor | MTPLossOutput:
+    """Compute the loss of validated depths, in one call if their logits are records of one head."""
+    records = [z for z in outputs if isinstance(z, LinearLogits)]
+    if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
+        rows, ids, weights, divided = _stacked(parts, records)
+        if not return_per_depth:
+            return rows.weighted(ids, divided * factor).loss
+        sums = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
+        return MTPLossOutput(sums.sum() * factor, list(sums.unbind()), weights.sum())
+    losses = [rows.weighted(ids, divided).loss for rows, ids, _, divided in parts]
+    total = torch.stack(losses).sum(0) * factor
+    weights = torch.stack([part[2] for part in parts])
+    return MTPLossOutput(total, losses, weights.sum()) if return_per_depth else total
 
 
 def _stacked(parts: list[_Part], records: list[LinearLogits]) -> _Part:
