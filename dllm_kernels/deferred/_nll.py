@@ -247,7 +247,7 @@ class DeferredSum(Pending):
                 self.receive(self.finish(self.weighted(parts).loss))
         else:
             self.sync()
-        return self._value  # type: ignore[return-value]
+        return self._value  # type: ignore[no-any-return]
 
     def receive(self, value: Tensor) -> None:
         """Set the value, and release the tensors that it was computed from."""

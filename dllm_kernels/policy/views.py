@@ -509,11 +509,11 @@ def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: 
     return level.detach().to(torch.float32).expand(shape).contiguous()
 
 
-def _check_field(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_field(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     _checks.check_tensor(name, value)
     if is_dtensor(value):
         raise TypeError(f"{name} must be a plain torch.Tensor, got DTensor; pass its full_tensor()")
-    _checks.check_dtype(name, value, dtypes)  # type: ignore[arg-type]
+    _checks.check_dtype(name, value, dtypes)
 
 
 def _checked_log_probs(log_probs: Tensor, views: PolicyViews) -> Tensor:
