@@ -263,17 +263,15 @@ def _depth_outputs(
     name, tensors = ("mtp_per_depth_h", hidden) if logits is None else ("mtp_per_depth_logits", logits)
     outputs: list[Logits] = _as_list(name, tensors)
     if not outputs:
-        raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
+        raise ValueError(f"{name} must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
         _checks.check_float(f"{name}[{k}]", rows_of(output))
         if labels.dim() == 1 and rows_of(output).dim() == 3 and rows_of(output).shape[0] == 1:
             outputs[k] = map_rows(output, lambda t: t.squeeze(0))
         x = rows_of(outputs[k])
         if x.shape[:-1] != labels.shape:
-            raise ValueError(
-                f"the output of MTP depth {k} must have shape {(*labels.shape, *x.shape[-1:])} to go with "
-                f"labels, got {tuple(x.shape)}"
-            )
+            expected = (*labels.shape, *x.shape[-1:])
+            raise ValueError(f"{name}[{k}] must have shape {expected} to go with labels, got {tuple(x.shape)}")
     return outputs, name
 
 
