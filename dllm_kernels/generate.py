@@ -39,7 +39,7 @@ from dllm_kernels import _checks, ops
 from dllm_kernels._checks._target_range import first_true
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import has_values, is_dtensor, readable_without_sync
-from dllm_kernels.corruption import _gumbel, _philox, _rules, _seeds, checked_mask_id
+from dllm_kernels.corruption import _gumbel, _philox, _rules, _seeds, _topk, checked_mask_id
 from dllm_kernels.distributed import calls
 from dllm_kernels.head import _lora
 from dllm_kernels.head._in_head import HeadFunction, HeadOutput, head_of, running_in_head
@@ -123,8 +123,8 @@ def diffusion_generate(
     The model is called as ``model(ids)``, or ``model(ids, attention_mask=...)`` if a mask is given, in evaluation mode
     and without gradients, on a copy of ids and mask. Afterwards every submodule is in its earlier mode. During the
     call, the model cannot be used elsewhere, not even in another thread. The model must return the output of its LM
-    head unchanged: a tensor, an object or a mapping with ``logits``, or a tuple that begins with it.
-    A cast of it changes no result.
+    head unchanged: a tensor, an object or a mapping with ``logits``, or a tuple that begins with it. A cast of it
+    changes no result.
 
     **Steps.** Blocks have steps in proportion to their tokens, so that ``steps=N`` is one token per step. A step of a
     block with M masked tokens in the row and s steps left decodes the ceil(M / s) tokens with the largest score. The
@@ -145,8 +145,8 @@ def diffusion_generate(
 
     **EOS.** A row ends after its first new EOS token. It is no longer projected after the block that holds it, and the
     generation stops after the block in which the last row ends. If the forward of the model communicates (FSDP2, tensor
-    parallelism, buffers of DDP), this is the last row of all ranks, so that all ranks call the model the same
-    number of times.
+    parallelism, buffers of DDP), this is the last row of all ranks, so that all ranks call the model the same number of
+    times.
 
     Examples:
         >>> class Model(torch.nn.Module):
@@ -192,8 +192,8 @@ def diffusion_generate(
             tokens.
         delay_eos: True to rank predictions of an EOS after all others of the step; they never reach the threshold.
         pad_token_id: id after the first EOS; None: the (first) EOS token.
-        infill: True to decode the MASK tokens of the prompt, with the first block. An EOS among them does not end
-            the row.
+        infill: True to decode the MASK tokens of the prompt, with the first block. An EOS among them does not end the
+            row.
         shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder). Every prompt must have a token.
         seeds: int64 ``[B]``, one seed per row. Not read if nothing is drawn.
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
@@ -309,7 +309,7 @@ class _Sampling(NamedTuple):
 
     def check(self, V: int, device: torch.device) -> None:
         """Validate the options for a head of V columns, by a sample of no rows."""
-        mask, *_ = self.logits_fields.values()
+        mask = self.logits_fields["skip_id"]
         _checks.check_column("mask_token_id", mask, V)
         if len({mask, *self.suppressed}) == V:
             raise ValueError(f"suppress_ids must leave a token to choose beside MASK, got all {V - 1} others")
@@ -421,8 +421,7 @@ class Choice(NamedTuple):
             score = _gumbel.score(value / self.temperature, _rules.fine_uniform(draws))
         late = _is_one_of(new, self.late)
         ranked = score.masked_fill(late, torch.finfo(score.dtype).min).masked_fill(~masked, -torch.inf)
-        best = torch.arange(masked.shape[1], device=masked.device) < count[:, None]
-        decoded = torch.zeros_like(masked).scatter_(1, ranked.sort(dim=-1, descending=True, stable=True).indices, best)
+        decoded = _topk.k_largest(ranked, count)
         if self.threshold is not None:
             decoded |= (value >= self.threshold) & ~late
         return decoded & masked
@@ -449,7 +448,7 @@ class _Tokens:
         self.ids, self.seeds, self.shift, self.infills = ids, seeds, shift, holes is not None
         self.sampling, self.choice = options
         self.masked = F.pad(torch.zeros_like(real) if holes is None else holes, (0, L - self.P), value=True)
-        self.steps, self.log_probs = torch.full_like(ids, -1), torch.zeros(B, L, dtype=dtype, device=device)
+        self.step_map, self.log_probs = torch.full_like(ids, -1), torch.zeros(B, L, dtype=dtype, device=device)
         self.step = torch.zeros(B, dtype=torch.int64, device=device)
         self.ended, self.unfinished = torch.zeros(B, 1, dtype=torch.bool, device=device), B
         # The number of each column, from the first one of the row that is not padding; with infill only.
@@ -499,7 +498,7 @@ class _Tokens:
         decoded = self.choice.chosen(masked, count, new, score if self.order is None else self.order[:, at], draws)
         self.ids[:, at] = torch.where(decoded, new.long(), self.ids[:, at])
         self.log_probs[:, at] = torch.where(decoded, log_probs.to(self.log_probs.dtype), self.log_probs[:, at])
-        self.steps[:, at] = torch.where(decoded, self.step[:, None], self.steps[:, at])
+        self.step_map[:, at] = torch.where(decoded, self.step[:, None], self.step_map[:, at])
         self.step += masked.any(1)
         self.masked[:, at] = masked & ~decoded
 
@@ -512,7 +511,7 @@ class _Tokens:
 
     def result(self, eos: list[int], pad: list[int]) -> DiffusionGeneration:
         """Drop the tokens behind the first new EOS of each row."""
-        ids, generated, steps, log_probs = self.ids, self.steps >= 0, self.steps, self.log_probs
+        ids, generated, steps, log_probs = self.ids, self.step_map >= 0, self.step_map, self.log_probs
         if eos:
             ends = _is_one_of(ids, eos) & (torch.arange(ids.shape[1], device=ids.device) >= self.P)
             behind = ends.cumsum(1) - ends.long() > 0

@@ -187,7 +187,7 @@ def corrupt_uniform(
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3; with blocks, Arriola
     et al. 2025 (BD3-LM), arXiv:2503.09573, section 3.1.
     """
-    _check_batch(input_ids, loss_mask, optional=False)
+    check_batch(input_ids, loss_mask)
     mask_id = checked_mask_id(mask_token_id, input_ids)
     _checks.check_flags(exact=exact)
     if exact and not (block_size is None and segment_ids is None):
@@ -257,7 +257,7 @@ def corrupt_blockwise(
     Source: the position bias w_i(m) = exp(lambda (1 - m) i) of Nemotron-Labs-Diffusion training; the selection of
     Kool, van Hoof and Welling 2019, arXiv:1903.06059, section 2.3.
     """
-    _check_batch(input_ids, loss_mask, optional=True)
+    check_batch(input_ids, loss_mask, optional=True)
     mask_id = checked_mask_id(mask_token_id, input_ids)
     ratio = _checked_real("half_life_ratio", half_life_ratio)
     if not ratio > 0:
@@ -305,7 +305,7 @@ def corrupt_uniform_random(
 
     Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, section 3.1, the uniform transition.
     """
-    _check_batch(input_ids, loss_mask, optional=False)
+    check_batch(input_ids, loss_mask)
     tokens = _checked_vocab_size(vocab_size, input_ids)
     routine = Routine("tokens", tokens, block_size, eps)
     return _corrupted(routine, _Batch(input_ids, loss_mask, level, start=start), generator, seeds, backend)
@@ -337,7 +337,7 @@ def corrupt_all_masked(
 
     Source: the all-masked training of I-DLM, arXiv:2604.11035.
     """
-    _check_batch(input_ids, loss_mask, optional=False)
+    check_batch(input_ids, loss_mask)
     mask_id = checked_mask_id(mask_token_id, input_ids)
     _seeds.check_sources(generator, seeds, input_ids.shape[:1], input_ids.device)
     start = checked_start(start, input_ids)
@@ -389,7 +389,7 @@ def corrupt_mix(
     Source: the forward process of SCDD as in NeMo AutoModel: a mixture of absorbing and uniform transitions (D3PM,
     Austin et al. 2021, arXiv:2107.03006, section 3.1).
     """
-    _check_batch(input_ids, loss_mask, optional=False)
+    check_batch(input_ids, loss_mask)
     mask_id = checked_mask_id(mask_token_id, input_ids)
     vocab_size = _checked_vocab_size(vocab_size, input_ids)
     if vocab_size < 3:
@@ -494,11 +494,7 @@ def sample_level(
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
         raise ValueError(f"low and high must satisfy 0 <= low <= high <= 1, got {low} and {high}")
-    if device is None:
-        source = generator if seeds is None else seeds
-        device = getattr(source, "device", "cpu")
-    place = _seeds.as_device(device)
-    seed = _seeds.resolve_seed(place, B, generator, seeds)
+    seed = _seeds.resolve_seed(_seeds.device_of(device, generator, seeds), B, generator, seeds)
     if seed.dim() and method != "uniform":
         seed = seed[0]
     (level,) = _sample_level(seed, B, method, low, high, backend)
@@ -539,17 +535,20 @@ def _corrupted(
     return noisy, noise, p_mask
 
 
-def _check_batch(input_ids: Tensor, loss_mask: Tensor | None, *, optional: bool) -> None:
+def check_batch(
+    input_ids: Tensor, loss_mask: Tensor | None, name: str = "input_ids", *, optional: bool = False
+) -> None:
+    """Validate ids and mask; ``name`` is the argument with the ids. With ``optional``, the mask may be None."""
     if _fit(input_ids, loss_mask):
         return
-    _checks.check_ids("input_ids", input_ids)
-    _checks.check_whole_tensor("input_ids", input_ids)
-    _checks.check_ndim("input_ids", input_ids, 2, "[B, L]")
+    _checks.check_ids(name, input_ids)
+    _checks.check_whole_tensor(name, input_ids)
+    _checks.check_ndim(name, input_ids, 2, "[B, L]")
     if optional and loss_mask is None:
         return
     _checks.check_whole_tensor("loss_mask", loss_mask)
-    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids", no_ids=True)
-    _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
+    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, f"that of {name}", no_ids=True)
+    _checks.check_same_device(name, input_ids, loss_mask=loss_mask)
 
 
 def checked_start(start: Tensor | None, input_ids: Tensor, name: str = "input_ids") -> Tensor | None:

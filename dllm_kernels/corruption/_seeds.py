@@ -70,8 +70,10 @@ def _seed_on_host() -> Tensor:
     return seed
 
 
-def as_device(device: Any) -> torch.device:
-    """Convert the ``device`` of a call to a ``torch.device``."""
+def device_of(device: Any, generator: torch.Generator | None, seeds: Tensor | None) -> torch.device:
+    """Return the ``device`` of a call; None: that of its source of randomness, otherwise the CPU."""
+    if device is None:
+        device = getattr(generator if seeds is None else seeds, "device", _CPU)
     if isinstance(device, str):
         return torch.device(device)
     if not isinstance(device, torch.device):

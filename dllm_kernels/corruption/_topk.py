@@ -108,10 +108,10 @@ def _gumbel_topk_torch(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: T
 def select_exact(log_w: Tensor, uniform: Tensor, k: Tensor) -> Tensor:
     """Select the k largest scores of each row ``[N, D]``, see the module docstring; ``uniform`` in (0, 1), no NaN."""
     score: Tensor = _gumbel.score(log_w, uniform)
-    return _largest(score, k) & (score > -torch.inf)
+    return k_largest(score, k) & (score > -torch.inf)
 
 
-def _largest(keys: Tensor, k: Tensor) -> Tensor:
+def k_largest(keys: Tensor, k: Tensor) -> Tensor:
     """Select the k largest keys of each row, the lower index first among equals."""
     order = torch.sort(keys, dim=1, descending=True, stable=True).indices
     first = torch.arange(keys.shape[1], device=keys.device) < k[:, None]
@@ -152,7 +152,7 @@ def select_largest(draws: Array, choosable: Array, k: Array) -> Array:
     """
     N, D = draws.shape
     if isinstance(draws, Tensor):
-        return _largest(draws.masked_fill(~choosable, -1), k)
+        return k_largest(draws.masked_fill(~choosable, -1), k)
     key = draws.astype(np.int64)
     key *= D
     key += np.arange(D - 1, -1, -1)  # no two keys are equal

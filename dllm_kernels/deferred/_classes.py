@@ -16,8 +16,9 @@ from dllm_kernels._graph._plain import any_dtensor, has_values, holds, readable_
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, move_rule, rule
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._record import ClassBias, Overwritten, logits_of
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after
+from dllm_kernels.deferred._nll_rules import LIKE
+from dllm_kernels.deferred._record import ClassBias, Overwritten, logits_at
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, where_arguments
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -178,7 +179,7 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
             return False
         columns = torch.full((2,), int(k == 0), device=x.device)
         columns[0] = k
-        z = logits_of(record, columns)
+        z = logits_at(record, columns)
     new = z[..., 0] + value if adds else value
     return holds((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
 
@@ -282,9 +283,7 @@ def _filled(x: DeferredLogits, call: Call) -> Any:
 
 @rule("where")
 def _chosen(x: DeferredLogits, call: Call) -> Any:
-    is_method = call.function is Tensor.where
-    names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
-    args = arguments(names, call.args, call.kwargs)
+    args = where_arguments(call)
     first, second, keep = (args.get(name) for name in ("input", "other", "condition"))
     if not isinstance(keep, Tensor) or isinstance(keep, DeferredTensor) or keep.dtype != torch.bool:
         return NotImplemented
@@ -330,7 +329,7 @@ class ConstantRows(DeferredTensor):
         return step(self.materialize())
 
 
-@rule("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like")
+@rule(*LIKE)
 def _new_like(x: DeferredLogits, call: Call) -> Any:
     """Return a new tensor; a constant stays deferred, because it may become rows of log-probabilities."""
     first = call.args[0] if len(call.args) == 1 else None

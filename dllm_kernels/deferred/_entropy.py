@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels._graph._plain import any_dtensor
@@ -18,8 +17,8 @@ from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, is_stat_of
 from dllm_kernels.deferred._record import NO_SHIFT, Stats
 from dllm_kernels.deferred._stat_rules import class_dim, class_ids, picked, stat, takes_skipped
-from dllm_kernels.deferred._sums import negative
-from dllm_kernels.deferred._tensor import arguments, registers
+from dllm_kernels.deferred._sums import is_factor, negative
+from dllm_kernels.deferred._tensor import arguments, registers, softmax_arguments
 from dllm_kernels.deferred._terms import Term
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -42,8 +41,7 @@ def _has_softmax(x: DeferredLogits) -> bool:
 
 @rule("softmax")
 def _softmax(x: DeferredLogits, call: Call) -> Any:
-    names = ("dim", "dtype") if call.function is not F.softmax else ("dim", "_stacklevel", "dtype")
-    args = arguments(names, call.args, call.kwargs)
+    args = softmax_arguments(call)
     dtype = args.get("dtype")
     if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
         return NotImplemented
@@ -75,10 +73,6 @@ def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
     return x is y or (x.product_key == y.product_key and x.transform_key == y.transform_key)
 
 
-def _is_factor(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _changed(p: Term, call: Call, kind: str, factor: float, dtype: torch.dtype | None = None) -> Term:
     """Return the result of an operation on each entry as another term."""
     return _term(p.logits, [p], call.on, dtype or p.dtype, p.operation, kind, factor)  # type: ignore[no-any-return]
@@ -87,7 +81,7 @@ def _changed(p: Term, call: Call, kind: str, factor: float, dtype: torch.dtype |
 def _product(p: Any, call: Call) -> Any:
     """Multiply by a number, or the softmax by its logarithm or by the logits."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
-    if isinstance(p, Term) and _is_factor(other) and p.kind not in (None, P_LOW):
+    if isinstance(p, Term) and is_factor(other) and p.kind not in (None, P_LOW):
         return _changed(p, call, p.kind, p.factor * other)  # type: ignore[operator]
     if not isinstance(p, Term) or p.kind != P:
         p, other = other, p
@@ -109,7 +103,7 @@ def _product(p: Any, call: Call) -> Any:
 def _quotient(p: Term, call: Call) -> Any:
     """Divide by a number, or exponentials of logits by their sum."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
-    if _is_factor(other) and other and p.kind not in (None, P_LOW):
+    if is_factor(other) and other and p.kind not in (None, P_LOW):
         return _changed(p, call, p.kind, p.factor / other)
     if p.kind != EXP or p.factor != 1 or not is_stat_of(other, p.logits, EXP):
         return NotImplemented

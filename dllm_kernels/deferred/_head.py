@@ -24,7 +24,7 @@ from dllm_kernels._graph._private import constant_while_traced, disable_dynamo, 
 from dllm_kernels.deferred import _classes, _cross_entropy, _entropy, _maxima, _shifts, _stat_rules, _sums, _term_rules  # noqa: F401  rules
 from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.head import _lora
-from dllm_kernels.head._in_head import _CLAIM, head_of
+from dllm_kernels.head._in_head import head_of
 from dllm_kernels.head._module import freed_after_forward, fsdp1_unit, head_module
 from dllm_kernels.head._parameters import gathered_once
 from dllm_kernels.rows._dtypes import in_dtype_of
@@ -73,8 +73,12 @@ class FusedHead:
         self.called = False
         self.sums: list[weakref.ref[Any]] = []
 
+    def replaced_forward(self) -> contextlib.AbstractContextManager[None]:
+        """Replace the forward of the module within the context."""
+        return _lora.replaced_forward(self.module, _lora.Replacement(self.module, self.forward), ADVICE)
+
     def forward(self, input: torch.Tensor) -> Any:
-        """Replace the forward of the module."""
+        """Return the deferred logits of hidden states, or the logits if they cannot be deferred."""
         plain = functools.partial(type(self.module).forward, self.module, input)
         if torch.compiler.is_compiling():
             if self.on_logits == "raise":
@@ -234,19 +238,10 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     """
     module = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)
-    with deferring(module, FusedHead(model, module, on_logits)) as fused:
+    fused = FusedHead(model, module, on_logits)
+    with fused.replaced_forward():
         yield fused
     fused.warn_if_unused()
-
-
-@contextlib.contextmanager
-def deferring(module: nn.Module, fused: FusedHead) -> Iterator[FusedHead]:
-    """Replace the forward of the head within the context."""
-    with contextlib.ExitStack() as stack:
-        with _CLAIM:
-            _lora.check_head(module, ADVICE)
-            stack.enter_context(_lora.replaced_forward(module, _lora.Replacement(module, fused.forward)))
-        yield fused
 
 
 @contextlib.contextmanager
@@ -261,5 +256,5 @@ def deferred_logits(model: nn.Module, **logits_fields: Any) -> Iterator[bool]:
     if module is None or not _lora.takes_apart(module):
         yield False
         return
-    with deferring(module, FusedHead(model, module, "allow", **logits_fields)):
+    with FusedHead(model, module, "allow", **logits_fields).replaced_forward():
         yield True

@@ -13,7 +13,6 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from dllm_kernels._checks import FACTOR_RANGE, FLOAT_DTYPES
 from dllm_kernels._graph._call_state import CallState, Versions
@@ -24,7 +23,7 @@ from dllm_kernels.deferred._nll_rules import NEW, new_tensor
 from dllm_kernels.deferred._pending import product_key
 from dllm_kernels.deferred._record import NO_SHIFT, Form
 from dllm_kernels.deferred._released import replace_source
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, softmax_arguments, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, not_narrowed
 
@@ -411,8 +410,7 @@ def on_classes(x: DeferredLogits, dim: Any) -> bool:
 
 @rule("log_softmax")
 def _log_softmax(x: DeferredLogits, call: Call) -> Any:
-    names = ("dim", "dtype") if call.function is not F.log_softmax else ("dim", "_stacklevel", "dtype")
-    args = arguments(names, call.args, call.kwargs)
+    args = softmax_arguments(call)
     dtype = args.get("dtype")
     if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or x.overwritten is not None:
         return NotImplemented

@@ -26,6 +26,7 @@ from dllm_kernels.deferred._pending import NeededStats, Pending, add_alive, comp
 from dllm_kernels.deferred._record import Stats
 from dllm_kernels.deferred._tensor import meta_after, replaced
 from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
 
 Tensor = torch.Tensor
 NO_INDEX = -(2**31)  # ignore_index of log-probabilities, for which no id is ignored
@@ -70,7 +71,7 @@ class DeferredNLL(AffineRows):
         target = row_numbers(logits.shape[:-1], logits.device)
         return cls._new(
             parts, dtype, logits=logits.copied(), target=target, ignore_index=NO_INDEX, function=function, **VALUES
-        )  # fmt: skip
+        )
 
     @classmethod
     def _new(
@@ -246,7 +247,7 @@ class DeferredSum(Pending):
                 self.receive(self.finish(self.weighted(parts).loss))
         else:
             self.sync()
-        return self._value  # type: ignore[return-value]
+        return self._value  # type: ignore[no-any-return]
 
     def receive(self, value: Tensor) -> None:
         """Set the value, and release the tensors that it was computed from."""
@@ -290,7 +291,7 @@ def _weighted(parts: Any, logits: Any, target: Tensor, ignore_index: int, functi
 
 def target_ids(target: Tensor, ignore_index: int) -> Tensor:
     """Return targets as ids ``[..., 1]`` of statistics, which take -100 for a missing id."""
-    return target.masked_fill(target == -100, -1).masked_fill(target == ignore_index, -100).unsqueeze(-1)
+    return target.masked_fill(target == IGNORE, -1).masked_fill(target == ignore_index, IGNORE).unsqueeze(-1)
 
 
 FIELDS = "logits", "target", "ignore_index", "function", *VALUES

@@ -6,7 +6,7 @@ A function without a rule, or whose rule returns ``NotImplemented``, receives th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,12 @@ import torch
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels.deferred._moves import Call, dims_of
 from dllm_kernels.deferred._nll import DeferredNLL
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments, registers
+from dllm_kernels.deferred._tensor import DeferredTensor, Rule, arguments, registers, where_arguments
 
 Tensor = torch.Tensor
 # Methods that create a tensor with the dtype and the device of another one.
 NEW = "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"
 LIKE = "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"
-Rule = Callable[[Any, Call], Any]
 RULES: dict[str, Rule] = {}
 DeferredNLL.rules = RULES
 
@@ -72,7 +71,7 @@ def _promoted(x: DeferredNLL, other: Any) -> torch.dtype:
 
 @rule("mul", "div")
 def _weighted(x: DeferredNLL, call: Call) -> Any:
-    divides = call.function.__name__ not in ("mul", "__mul__", "__rmul__", "multiply", "mul_", "multiply_", "__imul__")
+    divides = "div" in call.function.__name__
     if len(call.args) != 1 or call.kwargs:
         return NotImplemented
     (other,) = call.args
@@ -121,9 +120,7 @@ def _sum(x: DeferredNLL, call: Call) -> Any:
 
 @rule("where")
 def _where(x: DeferredNLL, call: Call) -> Any:
-    is_method = call.function is Tensor.where
-    names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
-    args = arguments(names, call.args, call.kwargs)
+    args = where_arguments(call)
     if len(args) != 3 or not _is_mask(x, args["condition"]):
         return NotImplemented
     total: Any = None

@@ -24,6 +24,7 @@ from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._record import Stats, class_sum
 from dllm_kernels.deferred._tensor import DeferredTensor, meta_after
 from dllm_kernels.ops.row_stats import row_stats_of_best
+from dllm_kernels.rows._interface import IGNORE
 
 Tensor = torch.Tensor
 
@@ -51,7 +52,7 @@ def row_stats(logits: Any, parts: Any, needed: Sequence[NeededStats], argmax: bo
     record = logits.rows_of(parts)
     rows = record.hidden.shape[:-1]
     groups = [a.ids.reshape(*rows, a.ids.shape[-1]) for a in needed if a.ids is not None]
-    ids = torch.cat(groups, -1) if groups else torch.full((*rows, 1), -100, device=record.hidden.device)
+    ids = torch.cat(groups, -1) if groups else torch.full((*rows, 1), IGNORE, device=record.hidden.device)
     checks = readable_without_sync(ids) or None  # as torch checks them
     entropy, best, total = (any(getattr(a, name) for a in needed) for name in ("entropy", "best", "total"))
     if best:
@@ -256,11 +257,7 @@ class DeferredStat(Pending):
         stat.join()
         return stat
 
-    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
-        """Return the statistic as another tensor."""
-        return self.changed(step, sources)
-
-    def changed(self, step: Callable[..., Tensor], sources: Sequence[Any], axis: int | None = None) -> Any:
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor], axis: int | None = None) -> Any:
         """Return a view or a copy."""
         recipe, (meta, _) = Step(step, self.logits.restored, sources), meta_after(step, self)  # type: ignore[misc]
         logits_recipe = None if axis is None else self.logits_recipe
@@ -292,7 +289,7 @@ def _viewed(x: DeferredStat, call: Call) -> Any:
     result = meta_after(call.on, x)
     if result is not None and result[0] is x.meta:
         return x
-    return x.changed(call.on, [x]) if result is not None and result[1] else NotImplemented
+    return x.after([x], call.on) if result is not None and result[1] else NotImplemented
 
 
 def _with_dimension(x: DeferredStat, call: Call) -> Any:
@@ -302,7 +299,7 @@ def _with_dimension(x: DeferredStat, call: Call) -> Any:
     expected.insert(x.logits.axis, 1)
     with contextlib.suppress(IndexError, RuntimeError):  # an index for other sizes
         if x.axis is None and list(call.on(marked).shape) == expected:
-            return x.changed(call.on, [x], x.logits.axis)
+            return x.after([x], call.on, x.logits.axis)
     return _viewed(x, call)
 
 
@@ -321,7 +318,7 @@ def _detached(x: DeferredStat, call: Call) -> Any:
     if x.kind != "max":
         return NotImplemented
     with torch.no_grad():
-        detached = x.changed(call.on, [x], x.axis)
+        detached = x.after([x], call.on, x.axis)
     detached.logits_recipe = x.logits_recipe
     return detached
 

@@ -194,7 +194,7 @@ class Form:
         return bias if self.class_bias is None else self.class_bias.added_to(bias, head.weight.dtype)
 
 
-def logits_of(record: LinearLogits, classes: Tensor) -> Tensor:
+def logits_at(record: LinearLogits, classes: Tensor) -> Tensor:
     """Compute the logits of some classes ``[K]`` of all rows, ``[..., K]``, in float64."""
     hidden, weight, bias, extra, *_ = record
     z = torch.nn.functional.linear(hidden, weight[classes], None if bias is None else bias[classes])

@@ -16,6 +16,7 @@ from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of
 from dllm_kernels.deferred._record import NO_SHIFT, Stats
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
+from dllm_kernels.rows._interface import IGNORE
 
 Tensor = torch.Tensor
 
@@ -67,7 +68,7 @@ def picked(
 ) -> Any:
     """Return values of the ids, with their dimension at the class dimension of the logits."""
     axis = x.axis
-    ids = ids.where(ids != -100, -1)  # -100 is out of range, which is not checked on a GPU
+    ids = ids.where(ids != IGNORE, -1)  # out of range, too, which is not checked on a GPU
     meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
     request = NeededStats(lambda stats: finish(stats).movedim(-1, axis), ids, best=best)
     return DeferredStat.from_logits(x, "picked", request, meta)

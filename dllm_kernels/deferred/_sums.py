@@ -29,7 +29,8 @@ def _is_linear(x: Any) -> bool:
     return isinstance(x, DeferredLogits) and x.cap is None and not x.log_probs and x.is_plain
 
 
-def _finite(value: Any) -> bool:
+def is_factor(value: Any) -> bool:
+    """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -37,11 +38,13 @@ def _finite(value: Any) -> bool:
 def combined(x: DeferredLogits, call: Call) -> Any:
     """Combine logits of one head, or subtract the logsumexp."""
     args, name = arguments(("input", "other", "alpha"), call.args, call.kwargs), call.function.__name__
-    first, second, alpha = args.get("input"), args.get("other"), args.get("alpha", 1)
+    first: Any = args.get("input")
+    second: Any = args.get("other")
+    alpha = args.get("alpha", 1)
     if "rsub" in name:
         first, second = second, first
     if name != "add" and first is x and is_lse_of(second, x) and alpha == 1:
-        dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
+        dtype = torch.promote_types(x.dtype, second.dtype)
         meta, axis = torch.empty_like(x.meta, dtype=dtype), x.axis
         stats = (second, *second.sources) if isinstance(second, DeferredStat) else ()
         by_exp = any(lse.sources and not lse.is_view for lse in stats)  # does not keep the logits for the backward pass
@@ -53,24 +56,22 @@ def combined(x: DeferredLogits, call: Call) -> Any:
             return (z - lse).to(dtype)
 
         return x.after([x], normalized, meta=meta, owns=True, log_probs=True, shift=NO_SHIFT)
-    if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
+    if not is_factor(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:
         return NotImplemented
-    if not alike(first, second):  # type: ignore[arg-type]
+    if not alike(first, second):
         return NotImplemented
-    factor = Fraction(alpha) * second.scale / first.scale * (1 if name == "add" else -1)  # type: ignore[union-attr]
+    factor = Fraction(alpha) * second.scale / first.scale * (1 if name == "add" else -1)
     if not abs(factor) < FACTOR_RANGE[1]:
         return NotImplemented
-    (h, u, *rest), (other_h, other_u, *_) = first.tapped(), second.tapped()  # type: ignore[union-attr]
+    (h, u, *rest), (other_h, other_u, *_) = first.tapped(), second.tapped()
     hidden = torch.add(h, other_h, alpha=float(factor))
     low_rank = None if u is None else torch.add(u, other_u, alpha=float(factor))
-    bias_factor = first.bias_factor + factor * second.bias_factor  # type: ignore[union-attr]
+    bias_factor = first.bias_factor + factor * second.bias_factor
 
     def step(a: Tensor, b: Tensor) -> Tensor:
         return a.add(b, alpha=alpha) if name == "add" else a.sub(b, alpha=alpha)
 
-    return first.after(  # type: ignore[union-attr]
-        [first, second], step, (hidden, low_rank, *rest), bias_factor=bias_factor, owns=True
-    )
+    return first.after([first, second], step, (hidden, low_rank, *rest), bias_factor=bias_factor, owns=True)
 
 
 @rule("neg")
@@ -81,7 +82,7 @@ def negative(x: DeferredLogits, call: Call) -> Any:
 
 def _multiplied(x: DeferredLogits, call: Call, value: Any) -> Any:
     """Multiply by a number that is not positive."""
-    if not _is_linear(x) or not _finite(value) or not -FACTOR_RANGE[1] < value <= 0:
+    if not _is_linear(x) or not is_factor(value) or not -FACTOR_RANGE[1] < value <= 0:
         return NotImplemented
     h, u, *rest = x.tapped()
     sign = 0 if -FACTOR_RANGE[0] < value else -1
@@ -98,7 +99,7 @@ def _by_number(name: str) -> None:
 
     def product(x: DeferredLogits, call: Call) -> Any:
         result = positive(x, call)
-        if result is not NotImplemented or len(call.args) != 1 or call.kwargs or not _finite(call.args[0]):
+        if result is not NotImplemented or len(call.args) != 1 or call.kwargs or not is_factor(call.args[0]):
             return result
         (value,) = call.args
         return _multiplied(x, call, value if name == "mul" else 1 / value if value else None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -87,7 +88,7 @@ class DeferredTensor(Tensor, Deferred):
     _recipe: Any  # of the values
     _derived: list[weakref.ref[DeferredTensor]]
     _dense: Tensor | None = None  # values without a graph
-    _value: Tensor | None = None  # values in the graph of this tensor as it was when `_node` was its grad_fn
+    _value: Any = None  # values in the graph of this tensor as it was when `_node` was its grad_fn
     _node: Any = None
     _linked: Any = None  # grad_fn of the values when the graph of this tensor was last that of its values
     _tapped: tuple[Tensor | None, ...] | None = None
@@ -189,7 +190,7 @@ class DeferredTensor(Tensor, Deferred):
         """Return the values without a graph."""
         self._note_need()
         if self._value is not None:
-            return self._value.detach()
+            return self._value.detach()  # type: ignore[no-any-return]
         if self._dense is None:
             if not self.sources:
                 self.before_values(use)
@@ -221,7 +222,7 @@ class DeferredTensor(Tensor, Deferred):
                         values = self._laid_out((self._together or self._recipe.function)(*sources))
             self._value, self._node, self._linked = values, node, values.grad_fn
             release_sources(self)
-        return self._value
+        return self._value  # type: ignore[no-any-return]
 
     def twin(self) -> Any:
         """Return a tensor with the values and attributes of this one; its gradients pass through this one."""
@@ -252,22 +253,22 @@ class DeferredTensor(Tensor, Deferred):
                     for y in family:
                         if y._together:
                             y.linked_value()
-                    x._value.copy_(_graph.in_graph(x, x.dense().clone()))  # type: ignore[union-attr]
+                    x._value.copy_(_graph.in_graph(x, x.dense().clone()))
             for x in family:
                 x._changed_view = x._changed_view if in_function else None
-                if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
+                if x._value.requires_grad and x._value.grad_fn is not x._linked:
                     x._become_values()
-                    if x.retains_grad and not x._value.retains_grad:  # type: ignore[union-attr]
-                        x._value.retain_grad()  # type: ignore[union-attr]
-                        x._value.grad = x.grad  # type: ignore[union-attr]
+                    if x.retains_grad and not x._value.retains_grad:
+                        x._value.retain_grad()
+                        x._value.grad = x.grad
 
     def _become_values(self) -> None:
         """Make the graph of the values that of this tensor."""
         with plainly():
             if _graph.becomes(self):  # the values have another node now, to which no gradient of this one goes
                 self.detach_()
-            _graph.become(self, self._value)  # type: ignore[arg-type]
-            self._node, self._linked = self.grad_fn, self._value.grad_fn  # type: ignore[union-attr]
+            _graph.become(self, self._value)
+            self._node, self._linked = self.grad_fn, self._value.grad_fn
 
     def _node_of_values(self) -> Any:
         """Return the node of the values, whose hooks must also see the gradient of this tensor."""
@@ -279,7 +280,7 @@ class DeferredTensor(Tensor, Deferred):
                     x.materialize("grad_fn")
                 self.linked_value()
                 self._become_values()
-        return self._value.grad_fn  # type: ignore[union-attr]
+        return self._value.grad_fn
 
     def family(self) -> list[DeferredTensor]:
         """Return all deferred tensors that may share memory with this one, and those computed from them."""
@@ -642,7 +643,7 @@ def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tens
         RuntimeError: the gradient of a deferred tensor is that of a fused loss, which never computes it.
     """
     inputs = [args[1]] if isinstance(args[1], Tensor) else list(args[1])
-    apart = [x for x in inputs if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]  # type: ignore[union-attr]
+    apart = [x for x in inputs if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]
     values = [x._value for x in apart]
     unused = {"allow_unused": True} if apart else {}
     with plainly():
@@ -682,3 +683,16 @@ def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any])
     if len(args) > len(names) or not kwargs.keys() <= set(names):
         raise UnknownArgumentError
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def softmax_arguments(call: Call) -> dict[str, Any]:
+    """Return the arguments of softmax or log_softmax by name."""
+    functional = call.function in (F.softmax, F.log_softmax)
+    return arguments(("dim", "_stacklevel", "dtype") if functional else ("dim", "dtype"), call.args, call.kwargs)
+
+
+def where_arguments(call: Call) -> dict[str, Any]:
+    """Return the arguments of ``torch.where`` or of the method by name."""
+    is_method = call.function is Tensor.where
+    names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
+    return arguments(names, call.args, call.kwargs)

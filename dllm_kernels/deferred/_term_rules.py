@@ -16,12 +16,20 @@ from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
 from dllm_kernels.deferred._moves import MOVES, Call, dims_of
 from dllm_kernels.deferred._nll import DeferredNLL, dtype_after
-from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after, registers
+from dllm_kernels.deferred._tensor import (
+    WHOLE,
+    DeferredTensor,
+    Rule,
+    UnknownArgumentError,
+    arguments,
+    meta_after,
+    registers,
+    softmax_arguments,
+)
 from dllm_kernels.deferred._terms import Term, logits_of, recorded
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
-Rule = Callable[[Any, Call], Any]
 ELEMENTWISE = (
     "__abs__", "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__", "__pow__", "__rpow__", "__rsub__",
     "__rtruediv__", "abs", "absolute", "add", "clamp", "clamp_max", "clamp_min", "clip", "div", "entr", "eq", "exp",
@@ -192,9 +200,7 @@ def _on_classes(x: Any, dim: Any) -> bool:
 
 @_fallback("softmax", "log_softmax")
 def _normalized(x: Any, call: Call) -> Any:
-    function = call.function
-    functional = function in (F.softmax, F.log_softmax)
-    args = arguments(("dim", "_stacklevel", "dtype") if functional else ("dim", "dtype"), call.args, call.kwargs)
+    function, args = call.function, softmax_arguments(call)
     if not _on_classes(x, args.pop("dim", None)):
         return NotImplemented
     return recorded(lambda z: function(z, -1, **args), x, operation=function.__name__)

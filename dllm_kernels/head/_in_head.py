@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,12 +12,11 @@ from torch.utils import _pytree
 
 from dllm_kernels._checks import type_name
 from dllm_kernels._graph._private import plainly
-from dllm_kernels.head._lora import check_head, linear_logits, replaced_forward
+from dllm_kernels.head._lora import linear_logits, replaced_forward
 from dllm_kernels.head._module import head_module
 from dllm_kernels.rows._logits import LinearLogits
 
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
-_CLAIM = threading.Lock()  # held from the check of a head to its replacement, so that one of two threads raises
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
 
 
@@ -80,23 +78,14 @@ def computed_in_head(head: Any, compute: HeadFunction, advice: str) -> Iterator[
         advice: end of the error message.
 
     Raises:
-        ValueError: :func:`check_head` does not accept the head.
+        ValueError: :func:`~dllm_kernels.head._lora.check_head` does not accept the head.
     """
 
     def forward(hidden: Tensor) -> Tensor:
         return compute(linear_logits(head, hidden))
 
-    with contextlib.ExitStack() as stack:
-        with _CLAIM:
-            check_head(head, advice)
-            stack.enter_context(replaced_forward(head, forward))
+    with replaced_forward(head, forward, advice):
         yield
-
-
-def run_in_head(call: Callable[[], Any], head: Any, rows: HeadFunction, output: type[HeadOutput]) -> tuple[Tensor, Any]:
-    """Call a model once, see :func:`running_in_head`."""
-    with running_in_head(head, output) as run:
-        return run(call, rows)
 
 
 @contextlib.contextmanager
@@ -134,7 +123,7 @@ def result_of_head(computed: list[Tensor], outputs: Any, output: type[HeadOutput
     Raises:
         ValueError: the model did not call its head once and return the result, possibly cast or copied.
     """
-    returned = logits_of(outputs)
+    returned = returned_logits(outputs)
     if len(computed) != 1 or not isinstance(returned, output):
         got = "another tensor" if len(computed) == 1 else f"{len(computed)} calls of the head"
         refuse_output(got, output.advice)
@@ -168,7 +157,7 @@ class _Unrounded(torch.autograd.Function):
         return grad.to(ctx.device), torch.zeros(shape, dtype=dtype, device=device)
 
 
-def logits_of(outputs: Any) -> Any:
+def returned_logits(outputs: Any) -> Any:
     """Return the logits of a model's output: itself, its entry or attribute ``logits``, or its first element.
 
     Raises:

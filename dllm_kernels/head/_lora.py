@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from dllm_kernels._graph._private import is_traceable_wrapper_subclass
 from dllm_kernels.head._module import check_hooks, check_linear_head, own_forward, token_layer, token_rows
 from dllm_kernels.head._parameters import gathered_once
 from dllm_kernels.rows._logits import Head, LinearLogits
+
+_CLAIM = threading.Lock()  # held from the check of a head to its replacement, so that one of two threads raises
 
 
 class Adapter(NamedTuple):
@@ -170,10 +173,16 @@ class Replacement:
 
 
 @contextlib.contextmanager
-def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Set ``head.forward`` within the context, then restore the previous one, maybe an attribute of the object."""
-    before = {name: value for name, value in vars(head).items() if name == "forward"}
-    head.forward = forward
+def replaced_forward(head: Any, forward: Callable[..., Any], advice: str) -> Iterator[None]:
+    """Set ``head.forward`` within the context, then restore the previous one, maybe an attribute of the object.
+
+    Raises:
+        ValueError: :func:`check_head` does not accept the head.
+    """
+    with _CLAIM:
+        check_head(head, advice)
+        before = {name: value for name, value in vars(head).items() if name == "forward"}
+        head.forward = forward
     try:
         yield
     finally:

@@ -51,7 +51,7 @@ def head_bias(model: nn.Module | None) -> Tensor | None:
     return bias if isinstance(bias, Tensor) else None
 
 
-def logits_of(hidden: Tensor, model: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def projected(hidden: Tensor, model: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Compute logits by calling the head module, which gathers a sharded weight, or from the given head."""
     head = head_module(model) if weight is None else None
     if head is not None and projects(head):

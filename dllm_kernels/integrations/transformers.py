@@ -66,7 +66,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import checked_mask_id, corrupt_uniform
 from dllm_kernels.corruption._philox import child_seeds
-from dllm_kernels.head._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
+from dllm_kernels.head._in_head import HeadOutput, computed_in_head, result_of_head, returned_logits
 from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations import _attention
 from dllm_kernels.integrations._hosts import check_before_host
@@ -75,9 +75,9 @@ from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_left
 from dllm_kernels.ops import weighted_nll
 from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits
 
-IGNORED = -100
 BIDIRECTIONAL_SINCE = "5.2"  # first version of transformers in which config.is_causal = False has an effect
 TOKEN_BITS, P_BITS = 31, 30
 PACKED, MASKED = 2**61, 2**62  # the bit of every supervised label, and the bit of a masked token
@@ -131,7 +131,7 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
     _check_values("p_mask", p_mask, (p_mask >= 0) & (p_mask <= 1), supervised, "[0, 1]")
     bits = p_mask.abs().view(torch.int32).long() & 2**P_BITS - 1  # abs: -0.0 is a probability, too
     packed = input_ids.long() | bits << TOKEN_BITS | PACKED | noise_mask.bool() * MASKED
-    return torch.where(supervised, packed, IGNORED)
+    return torch.where(supervised, packed, IGNORE)
 
 
 def _check_values(name: str, values: Tensor, valid: Tensor, supervised: Tensor, range_: str) -> None:
@@ -160,9 +160,9 @@ def unpack_labels(labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     unpacked = _not_packed(labels)
     if _plain.readable_without_sync(unpacked) and bool(unpacked.any()):
         _refuse_labels(labels[unpacked][0].item())
-    supervised = labels != IGNORED
+    supervised = labels != IGNORE
     packed = torch.where(supervised, labels, 0).masked_fill(unpacked, NO_TARGET)
-    targets = torch.where(supervised, packed & (2**TOKEN_BITS - 1), IGNORED)
+    targets = torch.where(supervised, packed & (2**TOKEN_BITS - 1), IGNORE)
     p_mask = (packed >> TOKEN_BITS & (2**P_BITS - 1)).to(torch.int32).view(torch.float32)
     return targets, packed >= MASKED, p_mask, supervised
 
@@ -171,7 +171,7 @@ def _not_packed(labels: Tensor) -> Tensor:
     """Return True at the supervised labels that :func:`pack_labels` did not write, such as token ids."""
     if labels.dtype != torch.int64:
         _refuse_labels(str(labels.dtype).removeprefix("torch."))
-    return (labels < PACKED) & (labels != IGNORED)
+    return (labels < PACKED) & (labels != IGNORE)
 
 
 def _refuse_labels(got: object) -> NoReturn:
@@ -198,7 +198,7 @@ class _Counts(NamedTuple):
         """Count labels on a CPU; None if a change of them cannot be noticed, or if reading them is a host sync."""
         if labels.is_inference() or not _plain.readable_without_sync(labels):
             return None
-        return cls(int((labels >= MASKED).sum()), int((labels != IGNORED).sum()), labels, labels._version)
+        return cls(int((labels >= MASKED).sum()), int((labels != IGNORE).sum()), labels, labels._version)
 
     def moved(self, labels: Any) -> _Counts | None:
         """Return the counts of a copy of the labels on any device; None if a change of the copy cannot be noticed."""
@@ -566,7 +566,7 @@ def mdlm_loss_func(
             gradient; on a CPU, a label is not packed (on a GPU, the loss is then NaN).
     """
     shift = _checks.checked_bool("shift", shift)
-    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).compute(logits_of(outputs))
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).compute(returned_logits(outputs))
 
 
 class _LossCall(NamedTuple):
@@ -585,9 +585,9 @@ class _LossCall(NamedTuple):
     ) -> _LossCall:  # fmt: skip
         """Unpack the labels and shift them if row i predicts token i + 1."""
         if _shifts(loss):  # the loss shifts what it is given, and token 0 is not counted
-            labels = F.pad(labels[:, 1:], (min(1, labels.shape[1]), 0), value=IGNORED)
+            labels = F.pad(labels[:, 1:], (min(1, labels.shape[1]), 0), value=IGNORE)
         elif shift:
-            labels = shift_left(labels, IGNORED)
+            labels = shift_left(labels, IGNORE)
             noisy_input_ids = None if noisy_input_ids is None else noisy_input_ids.roll(-1, 1)
         _checks.check_total("num_items_in_batch", num_items_in_batch)
         targets, noise, p, supervised = unpack_labels(labels)
@@ -869,7 +869,7 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
-            return self._loss_call(labels, num_items_in_batch).compute(logits_of(outputs))
+            return self._loss_call(labels, num_items_in_batch).compute(returned_logits(outputs))
         return result_of_head(self._in_head, outputs, _LossOutput)
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:

@@ -48,12 +48,13 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
-from dllm_kernels.head._in_head import HeadOutput, run_in_head
+from dllm_kernels.head._in_head import HeadOutput, running_in_head
 from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 from dllm_kernels.rows._call import times_upstream
+from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, cast_head
 
 HOST = "trl"
@@ -172,7 +173,7 @@ class ChunkedLogProbs:
         softcap = None if cap is None else cap / logit_scale
         logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, **self.logits_fields)
         requested = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
-        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **requested)
+        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, IGNORE), outside, **requested)
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
             is_top1 = is_top1 | _outside_is_top1(LinearLogits(hidden, weight, bias), targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
@@ -456,8 +457,8 @@ class DiffusionPolicyMixin:
         inputs: dict[str, Any] = {"output_router_logits": True} if auxiliary else {}
         inputs |= {"input_ids": views.noisy.flatten(0, 1), "attention_mask": attention_mask.repeat(shape[0], 1)}
         head = head_module(self.accelerator.unwrap_model(model))
-        with self.accelerator.autocast():
-            stacked, outputs = run_in_head(lambda: model(**inputs), head, rows, _HeadRows)
+        with self.accelerator.autocast(), running_in_head(head, _HeadRows) as run:
+            stacked, outputs = run(lambda: model(**inputs), rows)
         unstacked = _Unstacked.apply(arrived, stacked)  # type: ignore[no-untyped-call]
         log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
         first = ids.shape[1] - keep  # not [:, -keep:], which is the whole row if all completions are empty

@@ -237,16 +237,15 @@ class DraftCall:
 
     def output(self, result: DraftResult) -> DLLMLossOutput:
         """Build the output with the draft accuracy and acceptance rates, both without rows before ``decay_from``."""
-        weighting, mask, correct, a, rows = self.weighting, self.block_mask, result.correct, result.a, self.block_size
-        prefix = self.prefix
+        weighting, mask, correct, a, prefix = self.weighting, self.block_mask, result.correct, result.a, self.prefix
         if weighting.decays and weighting.decay_from:
             B, T = mask.shape
             in_block = rows_of_block(T, self.block_size, weighting.anchor_row)
             prefix = torch.full((B, T // in_block), weighting.decay_from + 1, device=mask.device)
             mask = torch.where(rows_in_prefix(prefix, in_block).flatten(1), 0, mask)
             correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
-        if rows is not None and not weighting.anchor_row:
-            rows -= 1
+        size = self.block_size
+        rows = size if size is None or weighting.anchor_row else size - 1
         hits, count = _block_weights.counts_per_offset(correct, mask, rows)
         row_losses = None
         if result.value is not None and self.returns_rows:

@@ -158,8 +158,10 @@ class ModelOutput(NamedTuple):
 
     def beside(self, raw: ModelOutput, valid: ModelOutput) -> ModelOutput | None:
         """Return this output without a check if it is like ``raw``, which was found ``valid``; otherwise None."""
-        kinds = [(type(x), x.shape, x.dtype, x.device) if type(x) is Tensor else x for x in (self.x, raw.x)]
-        if self.options is not raw.options or kinds[0] is self.x or kinds[0] != kinds[1]:
+        x, other = self.x, raw.x
+        if self.options is not raw.options or not type(x) is type(other) is Tensor:
+            return None
+        if (x.shape, x.dtype, x.device) != (other.shape, other.dtype, other.device):
             return None
         if not isinstance(self.logits, LinearLogits):
             return replaced(valid, names=self.names, logits=self.logits) if raw.stored else None

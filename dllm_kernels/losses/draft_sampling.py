@@ -1,8 +1,7 @@
 """Blocks for training a block drafter: anchors in a sequence, the tokens of their blocks, and random prefixes.
 
 All draws are those of the corruption routines (``corruption/_philox.py``): a seed gives the same blocks on every
-device.
-As there, the arrays are NumPy's on a CPU, where a NumPy call costs a fifth of a torch call.
+device. As there, the arrays are NumPy's on a CPU, where a NumPy call costs a fifth of a torch call.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.corruption import _philox, _seeds
 from dllm_kernels.corruption._rules import Array
 from dllm_kernels.corruption._topk import on_host
+from dllm_kernels.rows._interface import IGNORE
 
 # The longest block of a sampled prefix, whose lengths are compared one by one.
 MOST_PREFIX = 2**16
@@ -234,7 +234,7 @@ def block_targets(
     place = anchors.unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
     inside = (known.unsqueeze(2) & (place <= last)).flatten(1)
     padded = F.pad(ids.to(torch.int64), (0, 1))  # L may be 0
-    return torch.where(inside, padded.gather(1, torch.where(inside, place.flatten(1), L)), -100), inside
+    return torch.where(inside, padded.gather(1, torch.where(inside, place.flatten(1), L)), IGNORE), inside
 
 
 def sample_prefix(
@@ -273,11 +273,8 @@ def sample_prefix(
     _checks.check_number("base", base)
     if not 0 < base < math.inf:
         raise ValueError(f"base must be positive and finite, got {base}")
-    if device is None:
-        device = getattr(generator if seeds is None else seeds, "device", "cpu")
-    place = _seeds.as_device(device)
     rows, per_row = shape[0], math.prod(shape[1:])
-    seed = _seeds.resolve_seed(place, rows, generator, seeds)
+    seed = _seeds.resolve_seed(_seeds.device_of(device, generator, seeds), rows, generator, seeds)
     (lengths,) = _sampled_prefix(seed, rows, per_row, block_size, float(base))
     return lengths.view(*shape)
 

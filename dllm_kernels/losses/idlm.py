@@ -140,4 +140,4 @@ class IDLMLoss(TransformedLoss):
         if not returns_rows:
             return out
         row_weights = torch.cat([scored, alpha * scored], 1)
-        return replaced(out, row_losses=nll * row_weights, row_weights=row_weights)
+        return replaced(out, row_losses=_common.weighted_rows(nll, row_weights), row_weights=row_weights)

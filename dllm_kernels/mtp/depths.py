@@ -13,7 +13,7 @@ from dllm_kernels import _checks
 from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, plain, plain_count, readable_without_sync
-from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, logits_of
+from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, projected
 from dllm_kernels.losses._common import Count, shift_left
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.mtp import cross_entropy as base
@@ -205,17 +205,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         else:
             outputs = [opened(z, loss_fn.transform) for z in outputs]
         parts = _parts(loss_fn, name, outputs, targets, counts)
-        records = [z for z in outputs if isinstance(z, LinearLogits)]
-        if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
-            rows, ids, weights, divided = _stacked(parts, records)
-            if not return_per_depth:
-                return rows.weighted(ids, divided * factor).loss
-            sums = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
-            return MTPLossOutput(sums.sum() * factor, list(sums.unbind()), weights.sum())
-        losses = [rows.weighted(ids, divided).loss for rows, ids, _, divided in parts]
-        total = torch.stack(losses).sum(0) * factor
-        weights = torch.stack([part[2] for part in parts])
-        return MTPLossOutput(total, losses, weights.sum()) if return_per_depth else total
+        return _loss_of_parts(parts, outputs, factor, return_per_depth)
     common = counts | dtype | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
     explicit_head = not are_logits and not (lm_weight is None and lm_bias is None)
     if from_hidden or explicit_head:
@@ -273,17 +263,15 @@ def _depth_outputs(
     name, tensors = ("mtp_per_depth_h", hidden) if logits is None else ("mtp_per_depth_logits", logits)
     outputs: list[Logits] = _as_list(name, tensors)
     if not outputs:
-        raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
+        raise ValueError(f"{name} must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
         _checks.check_float(f"{name}[{k}]", rows_of(output))
         if labels.dim() == 1 and rows_of(output).dim() == 3 and rows_of(output).shape[0] == 1:
             outputs[k] = map_rows(output, lambda t: t.squeeze(0))
         x = rows_of(outputs[k])
         if x.shape[:-1] != labels.shape:
-            raise ValueError(
-                f"the output of MTP depth {k} must have shape {(*labels.shape, *x.shape[-1:])} to go with "
-                f"labels, got {tuple(x.shape)}"
-            )
+            expected = (*labels.shape, *x.shape[-1:])
+            raise ValueError(f"{name}[{k}] must have shape {expected} to go with labels, got {tuple(x.shape)}")
     return outputs, name
 
 
@@ -339,6 +327,23 @@ def _parts(
     return parts
 
 
+def _loss_of_parts(
+    parts: list[_Part], outputs: list[Logits], factor: float | Tensor, return_per_depth: bool
+) -> Tensor | MTPLossOutput:
+    """Compute the loss of validated depths, in one call if their logits are records of one head."""
+    records = [z for z in outputs if isinstance(z, LinearLogits)]
+    if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
+        rows, ids, weights, divided = _stacked(parts, records)
+        if not return_per_depth:
+            return rows.weighted(ids, divided * factor).loss
+        sums = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
+        return MTPLossOutput(sums.sum() * factor, list(sums.unbind()), weights.sum())
+    losses = [rows.weighted(ids, divided).loss for rows, ids, _, divided in parts]
+    total = torch.stack(losses).sum(0) * factor
+    weights = torch.stack([part[2] for part in parts])
+    return MTPLossOutput(total, losses, weights.sum()) if return_per_depth else total
+
+
 def _stacked(parts: list[_Part], records: list[LinearLogits]) -> _Part:
     """Return the parts of all depths as one, for records of one head."""
     (first, *others), *tensors = zip(*parts, strict=True)
@@ -356,7 +361,7 @@ def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits:
         V = common["lm_weight"].shape[0]
     else:
         weight, bias = common.pop("lm_weight", None), common.pop("lm_bias")
-        logits = output if are_logits else logits_of(rows_of(output), common["model"], weight, bias)
+        logits = output if are_logits else projected(rows_of(output), common["model"], weight, bias)
         rows, V = {"logits": logits}, vocabulary_of(logits)
     if isinstance(loss_fn, CrossEntropy):  # check here, so that the error names the caller's tensor
         counted = plain(common["loss_weights"])

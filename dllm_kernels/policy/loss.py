@@ -229,7 +229,7 @@ class PolicyLoss(nn.Module):
 
     def _by_row(
         self, rows: ModelOutput, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
         objective = self.objective.unchecked()
         constants = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}

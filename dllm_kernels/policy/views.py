@@ -22,7 +22,15 @@ from torch import Tensor
 from dllm_kernels import _checks
 from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._plain import is_dtensor, plain, readable_without_sync
-from dllm_kernels.corruption import _philox, _seeds, checked_mask_id, checked_start, corrupt_uniform, sample_level
+from dllm_kernels.corruption import (
+    _philox,
+    _seeds,
+    check_batch,
+    checked_mask_id,
+    checked_start,
+    corrupt_uniform,
+    sample_level,
+)
 from dllm_kernels.corruption._topk import check_start_range
 from dllm_kernels.losses._common import shift_left
 from dllm_kernels.policy._quadrature import quadrature_rule
@@ -230,7 +238,8 @@ def policy_views(
     Source: "full": d1, arXiv:2504.12216; "coupled": DiffuCoder, arXiv:2506.20639; "elbo": LLaDA 1.5, arXiv:2505.19223;
     "count": ESPO, arXiv:2512.03759; "quadrature": GDPO, arXiv:2510.08554; "trace": TraceRL, arXiv:2509.06949.
     """
-    mask_id = _check_batch(ids, loss_mask, mask_token_id)
+    check_batch(ids, loss_mask, "ids")
+    mask_id = checked_mask_id(mask_token_id, ids, "ids")
     use_triton(backend, ids)  # raises if the backend is invalid, also if nothing is drawn
     _check_scheme(scheme)
     num = _checks.checked_int("num", num, 1, _checks.MOST_SIZE)
@@ -452,17 +461,6 @@ def _seeds_of_views(
     return _philox.child_seeds(seed, num).T.contiguous(), call
 
 
-def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:
-    """Validate the batch; return the id of MASK."""
-    _checks.check_ids("ids", ids)
-    _checks.check_whole_tensor("ids", ids)
-    _checks.check_ndim("ids", ids, 2, "[B, L]")
-    _checks.check_whole_tensor("loss_mask", loss_mask)
-    _checks.check_like("ids", ids, _checks.MASK_DTYPES, loss_mask=loss_mask)
-    _checks.check_mask_values("loss_mask", loss_mask, no_ids=True)
-    return checked_mask_id(mask_token_id, ids, "ids")
-
-
 def _checked_prompt_prob(prompt_prob: float, scheme: str) -> float:
     _checks.check_probability("prompt_prob", prompt_prob, "a float")
     if prompt_prob != 0 and scheme != "full":
@@ -511,11 +509,11 @@ def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: 
     return level.detach().to(torch.float32).expand(shape).contiguous()
 
 
-def _check_field(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_field(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     _checks.check_tensor(name, value)
     if is_dtensor(value):
         raise TypeError(f"{name} must be a plain torch.Tensor, got DTensor; pass its full_tensor()")
-    _checks.check_dtype(name, value, dtypes)  # type: ignore[arg-type]
+    _checks.check_dtype(name, value, dtypes)
 
 
 def _checked_log_probs(log_probs: Tensor, views: PolicyViews) -> Tensor:

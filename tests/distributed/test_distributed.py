@@ -21,7 +21,6 @@ from tests.support.distributed_checks import (
     EVERY_CASE,
     EVERY_DAY,
     EVERY_TIME,
-    EXHAUSTIVE,
     LAYOUTS,
     TABLE,
 )
@@ -51,7 +50,7 @@ def judge(folder, world, name):
 def checks(world):
     def marks(name):
         yield pytest.mark.ranks(str(world), name)
-        if (world, name) in EXHAUSTIVE or name not in EVERY_DAY[world]:
+        if name not in EVERY_DAY[world]:
             yield pytest.mark.exhaustive
         if (world, name) in EVERY_CASE:
             yield pytest.mark.every_case

@@ -26,7 +26,7 @@ from tests.ops.test_token_nll import inputs as inputs_of_logits
 from tests.ops.test_topk_divergence import V, teacher
 from tests.repo.test_imports import PACKAGE, home, imports
 from tests.support.parity import value_and_grads
-from tests.support.rows import HEAD_PATHS, on_head_path
+from tests.support.rows import HEAD_PATHS, on_path
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -38,7 +38,7 @@ ROOM = 10_000  # rows of a chunk that fit into memory, more than any chunk has
 
 @pytest.fixture(params=HEAD_PATHS)
 def path(request, monkeypatch):
-    return on_head_path(request.param, monkeypatch)
+    return on_path(request.param, monkeypatch, splits=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -171,7 +171,7 @@ def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
     assert torch.equal(leaves[0].isnan().any(1), weights == 0)  # the caller's rows are not modified
 
 
-def test_a_slice_of_a_batch_is_not_copied(backend):
+def test_a_slice_of_a_batch_is_not_copied():
     """Rows are addressed by batch and position strides."""
     from dllm_kernels.rows._interface import as_blv
 

@@ -260,7 +260,7 @@ def draft(prefix=PREFIX, block_size=4, loss_gamma=7.0, **options):
         (lambda: draft(position_weights="dpace"), ValueError, "prefix must be None without a block_size, or with "),
         (lambda: draft(None, loss_gamma="paper"), ValueError, "block_size must be one of 16, 10, 8 with loss_gamma="),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match="^" + re.escape(message)):
         call()

@@ -358,6 +358,19 @@ def test_hybrid_runs_ar_only_with_ar_logits_and_an_ar_mask():
         torch.testing.assert_close(out.dllm_loss, 0.25 * mdlm)
 
 
+@pytest.mark.parametrize("reduction", ["total", "none"])
+def test_branches_of_hybrid_with_heads_of_their_own(reduction):
+    i = BY_NAME["mdlm"].draw(2, 6, V) | {"loss_mask_ar": torch.rand(2, 6)}
+    i = {name: t.to(DEVICE) for name, t in i.items()}
+    loss, results = HybridDiffusionLLMLoss(0.5, reduction=reduction), []
+    leaves = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((2, 6, 8), (V, 8)) * 2]
+    for logits_of in (LinearLogits, F.linear):
+        out = loss(logits_of(*leaves[:2]), **i, causal_logits=logits_of(*leaves[2:]))
+        value = out.total_loss if reduction == "total" else out.row_losses.sum()
+        results.append((value.detach(), out.dllm_loss, *torch.autograd.grad(value, leaves)))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("form", ["separate", "one tensor", "hidden"])
 def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
     i, x, ar = diffusion(), torch.randn(2, 6, V, device=DEVICE), torch.rand(2, 6, device=DEVICE)

@@ -110,6 +110,21 @@ def test_a_copy_of_weight_0_is_not_read(form):
     assert out.row_weights[:, 6:].eq(0).all()
 
 
+@forms
+def test_rows_with_an_undefined_balance_and_an_upstream_gradient_of_zero_get_no_gradient(form):
+    """A target that cannot be predicted makes the balance NaN, the weight of the rows of the clean copy."""
+    i, leaves = BY_NAME["idlm"].draw(2, 6, V), leaves_of(BY_NAME["idlm"], form)
+    i["answer_mask"], i["valid_mask"], i["target_ids"] = torch.ones(2, 6), torch.ones(2, 6), torch.full((2, 6), 3)
+    i["target_ids"][0, 5] = 7
+    i, loss = {name: t.to(DEVICE) for name, t in i.items()}, IDLMLoss(auto_balance=True, skip_id=7, reduction="none")
+    out = loss(*leaves, **i, seq_len=6) if form == "logits" else loss.forward_fused(*leaves[:2], **i, seq_len=6)
+    assert out.row_weights[:, 6:11].isnan().all()
+    (grad,) = torch.autograd.grad(out.row_losses[:, :4].sum(), leaves[0])
+    assert not grad.isnan().any()
+    assert grad[:, :4].any(-1).all()
+    assert not grad[:, 4:].any()
+
+
 def test_rows_after_the_diffusion_part_are_omitted_without_an_ar_part():
     case = BY_NAME["hybrid, one tensor, rows"]
     i, x = BY_NAME["mdlm"].draw(2, 6, V), torch.randn(2, 9, V)

@@ -70,16 +70,16 @@ CALLS = {
     "MaskedCrossEntropy": (lambda y, on: MaskedCrossEntropy()(X, y, mask=on), "labels"),
     "MTP": (of_depths, r"mtp_per_depth_targets\[0\]"),
     "MTP from logits": (of_depths_from_logits, r"mtp_per_depth_targets\[0\]"),
-}  # fmt: skip
+}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def unset(monkeypatch):
     monkeypatch.delenv("DLLM_KERNELS_CHECK", raising=False)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_on_a_cpu_a_bad_target_of_a_row_that_counts_is_an_error(name, unset, monkeypatch):
+def test_on_a_cpu_a_bad_target_of_a_row_that_counts_is_an_error(name, monkeypatch):
     call, argument = CALLS[name]
     message = rf"^{argument} must lie in \[0, 10\) or be -100, got {{}} at position \(0, 1\)$"
     for bad in (V, -1, -99):
@@ -92,7 +92,7 @@ def test_on_a_cpu_a_bad_target_of_a_row_that_counts_is_an_error(name, unset, mon
     call(BAD, ON)
 
 
-def test_targets_that_no_ar_row_predicts_are_not_checked(unset):
+def test_targets_that_no_ar_row_predicts_are_not_checked():
     """The first target of each sequence, and all targets if the loss has no AR part."""
     for logits, mask, causal in ((X, ON, None), (X, None, X), (BOTH, None, None)):
         assert of_hybrid(logits, BAD, mask, causal) == 0
@@ -100,7 +100,7 @@ def test_targets_that_no_ar_row_predicts_are_not_checked(unset):
         assert of_hybrid(logits, torch.tensor([[V, 0, 0], [-1, 0, 0]]), ON, causal).isfinite()
 
 
-def test_a_skipped_target_is_an_error_on_request_only(unset):
+def test_a_skipped_target_is_an_error_on_request_only():
     """Its probability is 0, so its NLL is NaN, but it is a column."""
     assert token_nll(X, Y, skip_id=0).nll.isnan().all()
     with pytest.raises(IndexError, match=r"^targets must lie in \[0, 10\) and not be skip_id, 0 or be -100, got 0"):
@@ -109,7 +109,7 @@ def test_a_skipped_target_is_an_error_on_request_only(unset):
         torch.compile(lambda x: token_nll(x, Y, skip_id=0, check_targets=True).nll, backend="eager")(X)
 
 
-def test_the_argument_switches_the_check_off(unset):
+def test_the_argument_switches_the_check_off():
     assert token_nll(X, BAD, check_targets=False).nll[0, 1].isnan()
     with pytest.raises(IndexError, match=r"^teacher_rows must lie in \[0, 6\), got 10 at position \(0, 1\)$"):
         ops.divergence(X, X, teacher_rows=BAD)
@@ -117,17 +117,17 @@ def test_the_argument_switches_the_check_off(unset):
     assert ops.divergence(X, X, on, teacher_rows=BAD).loss.isfinite()
 
 
-def test_ids_of_several_columns(unset):
+def test_ids_of_several_columns():
     with pytest.raises(IndexError, match=r"^ids must lie in \[0, 10\) or be -100, got 10 at position \(0, 1, 1\)$"):
         ops.row_stats(X, torch.stack([Y, BAD], -1))
     ops.row_stats(X, torch.stack([Y, BAD], -1), active=BAD != V)
 
 
-def test_empty_targets(unset):
+def test_empty_targets():
     assert token_nll(X[:0], Y[:0]).nll.shape == (0, L)
 
 
-def test_no_target_is_read_in_a_graph(unset):
+def test_no_target_is_read_in_a_graph():
     torch._dynamo.reset()
     compiled = torch.compile(lambda y: token_nll(X, y).nll, backend="eager", fullgraph=True)
     assert compiled(BAD)[0, 1].isnan()

@@ -227,10 +227,10 @@ def test_bad_input():
     one = "exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got "
     wrong(ValueError, one + "neither", mtp_per_depth_h=None)
     wrong(ValueError, one + "both", mtp_per_depth_logits=hidden)
-    wrong(ValueError, "must hold at least one depth", mtp_per_depth_h=[])
+    wrong(ValueError, "mtp_per_depth_h must hold at least one depth, got an empty list", mtp_per_depth_h=[])
     logits = {"mtp_per_depth_h": None, "mtp_per_depth_logits": hidden}
     wrong(ValueError, f"mtp_per_depth_h {GIVEN}FusedLinearCrossEntropy", fused, **logits)
-    depth = "the output of MTP depth 1 must have shape (2, 11, 8)"
+    depth = "mtp_per_depth_h[1] must have shape (2, 11, 8)"
     wrong(ValueError, depth, mtp_per_depth_h=[hidden[0], hidden[1][:, :5]])
     wrong(ValueError, "seq_idx must have shape (2, 11) like labels", seq_idx=torch.zeros(3, S))
     wrong(TypeError, "seq_idx must be a torch.Tensor, got list", seq_idx=[0])
@@ -979,7 +979,7 @@ def test_depths_in_one_tensor():
         MaskedCrossEntropy(), mtp_per_depth_logits=model.lm_head(hidden), labels=labels, model=model
     )
     torch.testing.assert_close(got, expected)
-    with pytest.raises(ValueError, match="the output of MTP depth 0 must have shape"):
+    with pytest.raises(ValueError, match=r"mtp_per_depth_h\[0\] must have shape"):
         mtp_loss(MaskedCrossEntropy(), hidden[0, 0, 0], labels, model)
 
 

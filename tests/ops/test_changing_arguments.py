@@ -197,7 +197,7 @@ COVERED = {
     **dict.fromkeys(("complementary", "sample_level"), "corrupt_uniform"),
     **dict.fromkeys(("batched_gumbel_topk", "gumbel_topk_mask"), "gumbel_topk"),
     **{case.loss.__name__: case.name for case in FIRSTS if isinstance(case.loss, type)},
-}  # fmt: skip
+}
 NOT_IN_A_GRAPH = {
     "diffusion_generate": "calls a model in a loop, with its head replaced in eager mode",
     "DLLMCollator": "runs on the host",

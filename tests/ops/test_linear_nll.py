@@ -11,7 +11,7 @@ from dllm_kernels.ops import linear_row_objective, linear_row_stats, linear_toke
 from tests.conftest import DEVICE
 from tests.support.inputs import Source
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, reduction_sizes, value_and_grads
-from tests.support.rows import HEAD_PATHS, on_head_path
+from tests.support.rows import HEAD_PATHS, on_path
 
 NAN = math.nan
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.fixture(params=HEAD_PATHS)
 def path(request, monkeypatch):
-    return on_head_path(request.param, monkeypatch)
+    return on_path(request.param, monkeypatch, splits=2)
 
 
 def inputs(N=9, V=37, D=5, dtype=torch.float32, seed=0):

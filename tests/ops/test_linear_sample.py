@@ -20,7 +20,7 @@ from tests.support.parity import (
     reduction_sizes,
     same,
 )
-from tests.support.rows import HEAD_PATHS, on_head_path
+from tests.support.rows import HEAD_PATHS, on_path
 from tests.support.uniforms import uniforms
 
 B, L, V, D = 2, 6, 70, 5
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @pytest.fixture(params=HEAD_PATHS)
 def path(request, monkeypatch):
-    return on_head_path(request.param, monkeypatch)
+    return on_path(request.param, monkeypatch, splits=2)
 
 
 def draw(dtype=torch.float32, seed=0, columns=V):

@@ -132,7 +132,7 @@ BAD = [
     ((lambda s: s.lse > 0,), {}, TypeError, r"fn must return a floating tensor"),
     ((focal, ONES), {"entropy": "yes"}, TypeError, r"entropy must be a bool, got str$"),
     ((focal, ONES), {"backend": "cuda"}, ValueError, r"backend must be one of auto, triton, torch, got 'cuda'$"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

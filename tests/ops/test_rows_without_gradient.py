@@ -145,7 +145,7 @@ def test_any_upstream_gradient_of_a_sum_stays_out_of_rows_without_a_gradient(
 
 KINDS = [(function, {}) for function in OF_ROWS] + [
     (topk_divergence, {"kind": kind, "tail": tail}) for kind in ("kl", "rkl", "jsd") for tail in (True, False)
-]  # fmt: skip
+]
 
 
 @pytest.mark.covering(1, most=2)

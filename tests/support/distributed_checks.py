@@ -29,18 +29,6 @@ EVERY_CASE = {
     (2, "inside_a_compiled_step[logits]"), (2, "fsdp_kernels[hybrid]"), (2, "tp_linear_sample[transformed]"),
     (2, "tp_soft_embedding[plain]"), (4, "tp_soft_embedding[plain]"), (4, "tp_linear_sample[top_k]"),
 }  # fmt: skip
-# (world size, name) of checks that only ``make test-exhaustive`` runs: slow ones with a similar check, and the ones
-# that ``check`` adds.
-EXHAUSTIVE = {
-    (2, "special_row_statistics[-inf in one shard]"), (2, "tp_divergence[lk, mean]"),
-    (2, "tp_divergence_of_logits[kl]"), (2, "special_rows_of_a_divergence"), (4, "tp_linear_sample[transformed]"),
-    (4, "a_rank_without_columns[row_stats]"), (4, "every_rank_copies_the_same_pieces_of_the_teacher"),
-    (2, "tp_extra_in_every_dtype_and_through_the_kernels"), (2, "tp_kernels[dflash]"),
-    (2, "inside_a_compiled_step[hidden states]"), (2, "a_compiled_hybrid_loss_of_two_slices"),
-    *((2, f"fsdp_mixed_precision[{name}]") for name in ("token_nll", "dflash")),
-    *((4, f"{check_of}[token_nll, softcap scale skip_id]")
-      for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary", "a_rank_without_columns")),
-}  # fmt: skip
 # Checks of the everyday half: about one per way of communication, and fast ones that execute every other line of
 # distributed/. The others run with the exhaustive tests.
 EVERY_DAY = {
@@ -161,10 +149,7 @@ def check(world, whole=False, **parameter):
                 names = {f"{function.__name__}[{value}]" for value in set(others).difference(rarest)} - IN_TABLE
                 EVERY_CASE.update((world, check_name) for check_name in names)
             for value in values:
-                check_name = f"{function.__name__}[{value}]"
-                CHECKS[world][check_name] = functools.partial(function, **{name: value})
-                if value in others and len(others) < len(values):
-                    EXHAUSTIVE.add((world, check_name))
+                CHECKS[world][f"{function.__name__}[{value}]"] = functools.partial(function, **{name: value})
         return function
 
     return register

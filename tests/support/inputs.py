@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dllm_kernels.ops import LinearLogits
 from dllm_kernels.rows._logits import detached, map_rows
 from tests.conftest import DEVICE
-from tests.support.rows import HEAD_PATHS, PATHS, on_head_path, on_path
+from tests.support.rows import HEAD_PATHS, PATHS, on_path
 
 __all__ = [
     "EVERY_KIND", "KINDS", "SHAPES", "SOURCES", "Source", "detached", "exact", "map_rows", "on_source", "skip_unjudged",
@@ -92,7 +92,7 @@ def on_source(kind_and_path, monkeypatch, chunk_size=4):
     kind, path = kind_and_path
     if kind == "stored":
         return Source(kind, on_path(path, monkeypatch))
-    return Source(kind, on_head_path(path, monkeypatch), chunk_size=chunk_size)
+    return Source(kind, on_path(path, monkeypatch, splits=2), chunk_size=chunk_size)
 
 
 def exact(kind, logits, **options):

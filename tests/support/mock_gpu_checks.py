@@ -468,7 +468,7 @@ ANY_LENGTH = {  # (function of the length, kernels for these lengths): a whole r
     "gumbel_topk": (lambda L: launches.topk(8, L), 2),
     "gumbel_topk, draws given": (lambda L: launches.topk(8, L, given=True), 2),
     "gumbel_topk, keys in memory": (lambda L: launches.topk(8, 8 * L), 1),
-}  # fmt: skip
+}
 
 
 @check

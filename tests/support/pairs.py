@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.conftest import DEVICE
+from tests.support.defaults import default_dtype
 
 Feature = tuple[str, int]  # a feature, and the place of its value in the table
 
@@ -27,8 +28,7 @@ def surrounding(name, device=DEVICE):
             stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             torch.use_deterministic_algorithms(True)
         elif name == "default dtype":
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
+            stack.enter_context(default_dtype(torch.float64))
         yield
 
 

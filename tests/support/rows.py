@@ -20,21 +20,15 @@ HEAD_PATHS = ("torch", "torch, on three threads", "triton")
 SHAPES = (((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1, 2), 17))
 
 
-def on_path(path, monkeypatch):
-    """Set the backend: torch (small blocks, or threads as for large logits) or Triton (small tiles, whole or split)."""
+def on_path(path, monkeypatch, splits=1):
+    """Set the backend: torch (small blocks, or threads as for large logits) or Triton (small tiles, whole or split).
+
+    ``splits``: parts of a row that a path of Triton does not split, 2 for the chunks of ``HEAD_PATHS``.
+    """
     if "," in path:
         small_blocks(monkeypatch, threads=3 if "three" in path else 1)
     if path.startswith("triton"):
-        small_tiles(monkeypatch, splits=3 if "split" in path else 1)
-    return path.split(",")[0]
-
-
-def on_head_path(path, monkeypatch):
-    """Select the backend: torch with small blocks on threads as for large chunks, or Triton with small tiles."""
-    if "three" in path:
-        small_blocks(monkeypatch, threads=3)
-    if path.startswith("triton"):
-        small_tiles(monkeypatch, splits=2)
+        small_tiles(monkeypatch, splits=3 if "split" in path else splits)
     return path.split(",")[0]
 
 

@@ -200,7 +200,7 @@ def _lowest_equal(x, v, value):
 @triton.jit
 def _argmax(
     tile_ptr, first, wide, ragged, v, row_max, lane_max, lane_tile, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr
-):  # fmt: skip
+):
     """Return the lowest column that equals the maximum, among ``wide`` aligned ones and the ragged ones v."""
     tile = tl.min(tl.where(lane_max == row_max, lane_tile, wide), 0) // BLOCK_V * BLOCK_V  # a multiple: wide accesses
     lanes = tl.arange(0, BLOCK_V)

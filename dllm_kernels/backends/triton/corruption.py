@@ -312,7 +312,7 @@ def _complement_as(batch, out_ptr, b, i, sizes, ALIGNED: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _complement(
     noise_ptr, loss_mask_ptr, out_ptr, B, L, stride_b, stride_l, mask_stride_b, mask_stride_l, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     batch = (noise_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
     tiles = tl.cdiv(L, BLOCK)
     b = (tl.program_id(0) // tiles).to(tl.int64) + tl.zeros([1], tl.int64)
@@ -326,7 +326,7 @@ def _complement(
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _sample_level(
     seed_ptr, out_ptr, B, low, span, high, METHOD: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     if METHOD == "antithetic":
