@@ -64,7 +64,7 @@ def _row_stats_parts(
             target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, best, (moment,) = _math.column_stats(
+        row_max, row_sum, best, sums = _math.column_stats(
             logits_ptr, row, start, end, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, WITH_ENTROPY, ALIGNED, "evict_first",
         )  # fmt: skip
@@ -72,7 +72,7 @@ def _row_stats_parts(
         tl.store(part_max_ptr + part, row_max)
         tl.store(part_sum_ptr + part, row_sum)
         if WITH_ENTROPY:
-            tl.store(part_moment_ptr + part, moment)
+            tl.store(part_moment_ptr + part, sums[0])
         if WITH_CORRECT or WITH_IDS:
             tl.store(part_best_ptr + part, best)
 
