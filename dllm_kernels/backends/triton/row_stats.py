@@ -294,7 +294,7 @@ def _store_grad(
     if WITH_MIX:
         grad += mix_coef * tl.where(zero_a, 1.0, p / (p + ratio))
     zero = 0 if first is None else first
-    if near.shape[0] <= 8:
+    if near.shape[0] <= 4:  # with eight, the compiler makes every tile compare
         if tl.max(near.to(tl.int32), 0) > 0:
             for k in tl.static_range(near.shape[0]):
                 id_mask = k < K
