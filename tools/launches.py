@@ -174,6 +174,7 @@ def odd() -> Iterator[Call]:
         yield partial(token_nll, shape, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         yield partial(row_stats, (8, 512, 50257), dtype, K=5, **STATISTICS, mix=True)
+        yield partial(row_stats, (8, 512, 50257), dtype, K=100, **STATISTICS, mix=True)
     yield partial(row_stats, (2, 17, 1), torch.bfloat16, mix=True)
     for view in (_shifted, _transposed, _misaligned):
         yield partial(row_stats, (4, 1025, 126464), torch.bfloat16, view=view, **STATISTICS, with_correct=True)

@@ -272,7 +272,7 @@ def largest_of(logits: LinearLogits, k: int, *, log_probs: bool) -> tuple[Tensor
     setup = Setup.of(call.logits, call.options)
     hidden, head = flat_rows(call.x), call.head
     assert head is not None
-    with no_autocast(hidden):
+    with torch.cuda.device_of(hidden), no_autocast(hidden):  # type: ignore[no-untyped-call]
         chunks = Chunks(hidden, head.flat, None, setup)
         rows = chunks.rows
         values = rows.empty(k, dtype=setup.accum_dtype, device=hidden.device)

@@ -95,7 +95,8 @@ class RowPrimitives(ABC):
     def scale_(self, t: Tensor, factor: Tensor) -> None:
         """Compute ``t *= factor`` for a 0-d factor on the device of t, without a host sync.
 
-        Zeros stay zeros, whatever the factor is. Costs nothing if the factor is 1.
+        Zeros stay zeros, whatever the factor is. If the factor is 1, t is neither read nor written, except in plain
+        torch on other devices than a CPU, where a test would be a host sync. t is contiguous.
         """
 
     @abstractmethod

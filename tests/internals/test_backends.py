@@ -1,5 +1,6 @@
 """The backends: threads and blocks of the torch path, its memory, the rows that it reads, and scores of samples."""
 
+import contextlib
 import functools
 import math
 import multiprocessing
@@ -19,6 +20,7 @@ from dllm_kernels.corruption import _noise
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.losses import MDLMCrossEntropyLoss
 from dllm_kernels.ops import (
+    LinearLogits,
     divergence,
     linear_token_nll,
     row_stats,
@@ -27,6 +29,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
+from dllm_kernels.ops.linear_sample import largest_of
 from dllm_kernels.rows import _chunks, _primitives
 from dllm_kernels.rows._transform import NO_TRANSFORM
 from tests.conftest import DEVICE
@@ -429,6 +432,25 @@ def test_the_kernel_finds_the_same_scores():
     score, ids = kernel.sample(x, NO_TRANSFORM, noise)
     assert torch.equal(ids, every.argmax(1))
     assert torch.equal(score, every.amax(1))
+
+
+def test_the_largest_log_probs_are_computed_on_the_device_of_the_rows(monkeypatch):
+    """Kernels are launched on the current device, which must be that of the tensors, although this is no custom op."""
+    kernels = pytest.importorskip("dllm_kernels.backends.triton.row_stats")
+    guarded, launched, forward = [], [], kernels.forward
+
+    @contextlib.contextmanager
+    def device_of(t):
+        guarded.append(t.device)
+        yield
+        guarded.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(kernels, "forward", lambda *args: launched.append(guarded[:]) or forward(*args))
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")
+    hidden, weight = torch.randn(3, 8, device=DEVICE), torch.randn(37, 8, device=DEVICE)
+    largest_of(LinearLogits(hidden, weight), 2, log_probs=True)
+    assert launched == [[hidden.device]]
 
 
 # Small calls

@@ -112,13 +112,35 @@ def test_nothing_spills(run, target, reports):
     assert [(kernel, nbytes) for kernel, nbytes in spilled if nbytes > allowed] == []
 
 
-def jit_functions():
-    """Yield (name, names that it mentions) of every function of the package under ``triton.jit``."""
+def jit_nodes():
+    """Yield every function of the package under ``triton.jit``."""
     for path in sorted(KERNELS.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
-                names = (getattr(n, "id", getattr(n, "attr", None)) for n in ast.walk(node))  # f, and f of module.f
-                yield node.name, {*names}
+                yield node
+
+
+def jit_functions():
+    """Yield the name of each of these functions, and the names that it mentions."""
+    for node in jit_nodes():
+        names = (getattr(n, "id", getattr(n, "attr", None)) for n in ast.walk(node))  # f, and f of module.f
+        yield node.name, {*names}
+
+
+def test_no_tuple_is_assigned_to_a_nested_tuple():
+    """Triton 3.6 does not compile ``a, (b,) = ...``; its interpreter runs it."""
+    targets = (
+        (node.name, target)
+        for node in jit_nodes()
+        for n in ast.walk(node)
+        for target in (n.targets if isinstance(n, ast.Assign) else [n.target] if isinstance(n, ast.For) else [])
+    )
+    nested = [
+        f"{name}: {ast.unparse(target)}"
+        for name, target in targets
+        if any(isinstance(element, (ast.Tuple, ast.List)) for element in getattr(target, "elts", []))
+    ]
+    assert nested == []
 
 
 @exhaustive

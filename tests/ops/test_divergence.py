@@ -295,6 +295,16 @@ def test_rows_of_weight_0_and_nan(backend):
         assert torch.autograd.grad(out.loss.sum(), leaves[0])[0][4:].isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["kl", "rkl", "jsd", "tv", "teacher_ce", MANY], ids=str)
+def test_the_whole_gradient_of_a_row_with_a_nan_is_nan(kind, backend):
+    """Also where the student's probability is 0."""
+    z, t = torch.zeros(2, V, device=DEVICE), torch.zeros(2, V, device=DEVICE)
+    z[:, 3], t[1, 5] = 1e3, NAN
+    leaf = z.requires_grad_()
+    (grad,) = torch.autograd.grad(divergence(leaf, t, kind=kind, backend=backend).loss, leaf)
+    assert grad.isnan().all(1).tolist() == [False, True]
+
+
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", ["kl", "l1"])
 def test_the_teacher_may_share_memory_with_the_logits(kind, backend):

@@ -427,6 +427,20 @@ def kernels_do_not_depend_on_the_number_of_rows():
             assert all(other == first for other in rest), shapes
 
 
+@check
+def kernels_do_not_depend_on_the_length_of_a_slice():
+    """All rows but the last of each sequence: the distance of two sequences is a multiple of 16, or not."""
+    but_the_last = functools.partial(torch.Tensor.narrow, dim=1, start=0)
+    for call in (launches.token_nll, launches.row_stats, launches.divergence):
+        for V in (126464, 50257):
+            calls = (
+                functools.partial(call, (4, L, V), torch.bfloat16, view=functools.partial(but_the_last, length=L - 1))
+                for L in LENGTHS
+            )
+            first, *rest = specimens_of(calls)
+            assert all(other == first for other in rest), (call.__name__, V)
+
+
 def corruption_of(case, B, L):
     """Return a call of a corruption routine with empty tensors, and seeds of the rows."""
     with torch.device("cpu"):

@@ -7,7 +7,8 @@ All memory is CPU memory. A storage that was created for a CUDA device, or compu
 memory of ``cuda:0``. Outside torch and Triton, ``device``, ``is_cuda`` and ``is_cpu`` report that. An operation on CPU
 and CUDA memory raises, 0-d CPU tensors aside. So does ``numpy()`` of CUDA memory, and a copy of Python numbers to CUDA
 memory by the package, because it would be a host sync. Kernels run in Triton's interpreter, but ``TRITON_INTERPRET`` is
-0, so ``backend="triton"`` refuses tensors on the CPU.
+0, so ``backend="triton"`` refuses tensors on the CPU. If the package launches a kernel outside of
+``torch.cuda.device_of``, the test fails: the kernel would run on the current device, not on that of its tensors.
 
 Tests of what cannot be pretended are skipped: ``gpu`` and ``many_draws`` marks, activation checkpointing,
 ``torch.func``, forward mode, pickle, threads, ``torch.compile`` and everything else that traces.
@@ -38,6 +39,7 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+from triton.runtime.interpreter import GridExecutor
 
 from dllm_kernels.deferred import _graph, _head
 from dllm_kernels.deferred._tensor import DeferredTensor
@@ -55,6 +57,7 @@ INDEXING = {T.__getitem__, T.__setitem__, T.index_put_, torch.index_put, T.index
 # Copy Python numbers. Only the integrations may, see the table of host syncs.
 OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, T.new_tensor}
 lenient = False  # within torch.autograd.gradcheck, whose numerical gradients have new memory
+guards = 0  # number of ``torch.cuda.device_of`` around the code that runs
 
 
 def storage_of(t: torch.Tensor) -> int | None:
@@ -255,6 +258,42 @@ def patch_cuda() -> None:
         setattr(torch, name, functools.partial(lambda f, *d: f(*("cpu" for _ in d)), real))
 
 
+class DeviceOf:
+    """``torch.cuda.device_of``, which only counts."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.count = int(t.is_cuda)
+
+    def __enter__(self) -> None:
+        global guards
+        guards += self.count
+
+    def __exit__(self, *_: object) -> None:
+        global guards
+        guards -= self.count
+
+
+def launched_by() -> str:
+    """Return the module that called a launcher of the package, or launched a kernel itself."""
+    frame: Any = sys._getframe(2)
+    while (name := frame.f_globals.get("__name__", "")).startswith(("triton.", "dllm_kernels.backends.triton.")):
+        frame = frame.f_back
+    return str(name)
+
+
+def patch_launches() -> None:
+    """Fail if the package launches a kernel outside of ``torch.cuda.device_of``."""
+    torch.cuda.device_of = DeviceOf
+    launch = GridExecutor.__call__
+
+    def guarded(self: Any, *args: Any, **options: Any) -> None:
+        by = launched_by()
+        assert guards or not by.startswith("dllm_kernels."), f"{by} launches {self.fn.__name__} without device_of"
+        launch(self, *args, **options)
+
+    GridExecutor.__call__ = guarded
+
+
 def patch_comparison() -> None:
     assert_close = torch.testing.assert_close
 
@@ -305,6 +344,7 @@ import_kernels()
 patch_tensors()
 patch_autograd()
 patch_cuda()
+patch_launches()
 patch_comparison()
 patch_wrappers()
 for owner, name in ((torch, "compile"), (torch.export, "export"), (torch.library, "opcheck")):

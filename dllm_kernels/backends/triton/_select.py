@@ -14,8 +14,7 @@ index, as are still missing.
 ``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` are for longer ones.
 
 ``exact_log`` and ``score`` equal those of ``corruption/_gumbel.py``, operation by operation, for the reason given
-there.
-Kernels that use them must be launched with ``enable_fp_fusion=False``.
+there. Kernels that use them must be launched with ``enable_fp_fusion=False``.
 """
 
 import triton

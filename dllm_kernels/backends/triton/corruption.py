@@ -1,10 +1,10 @@
 """Corruption in one launch: ids and mask in; noisy ids, noise mask and probabilities out.
 
 A program processes a tile [R blocks, BLOCK positions]. Block n of the batch is block n % blocks of row n // blocks.
-With ``start``, the positions of a row begin at column ``start``, and the
-columns before it, which are left padding, follow the last one (see ``_places``). Levels, coins and tokens are drawn in
-registers. The arithmetic is that of ``corruption/_rules.py``, rounded step by step;
-therefore the kernels are launched without contraction into fused multiply-adds.
+With ``start``, the positions of a row begin at column ``start``, and the columns before it, which are left padding,
+follow the last one (see ``_places``). Levels, coins and tokens are drawn in registers. The arithmetic is that of
+``corruption/_rules.py``, rounded step by step; therefore the kernels are launched without contraction into fused
+multiply-adds.
 """
 
 from typing import Any

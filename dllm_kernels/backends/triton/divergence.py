@@ -42,7 +42,8 @@ read last are still in it. One-hot terms are evaluated only in the tile that con
 **Precision.** lp - lm and lq - lm are computed from lp - lq, and from the logarithm of a number near 1. Equal
 probabilities therefore give exactly 0, unlike a difference of logarithms of small p and m. A product e x with a
 probability e below 1e-30 counts as 0, for any x, so that an infinite x does not give NaN. Comparisons and minima hide
-NaN. Therefore ``poison``, which is NaN if either row has no distribution and otherwise 0, is added to all results.
+NaN. Therefore ``poison``, which is NaN if either row has no distribution and otherwise 0, is added to log2 S_z, and so
+makes every p NaN, and to all results.
 """
 
 from collections import namedtuple
@@ -566,6 +567,7 @@ def _divergence_rows(
                 poison += mass * 0
                 norms = (max_z, log_z, max_t, log_t - log_mass)
                 q_sum, mass, hot = mass, None, best
+        norms = (norms[0], norms[1] + poison, norms[2], norms[3])  # every p of such a row is NaN
         has_hot = hot >= 0
         b = poison
         if beta is not None:

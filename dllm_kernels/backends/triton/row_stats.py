@@ -16,8 +16,9 @@ fixed order.
     dL/dx_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
 
 with A, B and g_F computed beforehand, by one launch for all outputs (``rows/_stats_interface.py``, which also defines
-the interface of the functions here). A tile compares its columns with the ids only if it contains one of them. log p_v
-is clamped to FARTHEST, at which p_v is 0, because the product of 0 and -inf would be NaN.
+the interface of the functions here). A tile compares its columns with the ids only if it contains one of them, and with
+many ids only with those that it contains. log p_v is clamped to FARTHEST, at which p_v is 0, because the product of 0
+and -inf would be NaN.
 """
 
 import functools
@@ -63,7 +64,7 @@ def _row_stats_parts(
             target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, best, (moment,) = _math.column_stats(
+        row_max, row_sum, best, sums = _math.column_stats(
             logits_ptr, row, start, end, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, WITH_ENTROPY, ALIGNED, "evict_first",
         )  # fmt: skip
@@ -71,7 +72,7 @@ def _row_stats_parts(
         tl.store(part_max_ptr + part, row_max)
         tl.store(part_sum_ptr + part, row_sum)
         if WITH_ENTROPY:
-            tl.store(part_moment_ptr + part, moment)
+            tl.store(part_moment_ptr + part, sums[0])
         if WITH_CORRECT or WITH_IDS:
             tl.store(part_best_ptr + part, best)
 
@@ -268,11 +269,21 @@ def _row_stats_mix(
 
 
 @triton.jit
+def _next(near, k):
+    """Return the first index after k at which ``near [BLOCK_K]`` is True, or BLOCK_K."""
+    j = tl.arange(0, near.shape[0])
+    return tl.min(tl.where(near & (j > k), j, near.shape[0]), 0)
+
+
+@triton.jit
 def _store_grad(
-    x, out_ptr, i, mask, first, lowest, highest, row, ids_ptr, grad_ids_ptr, ids, K, transform,
+    x, out_ptr, i, mask, first, near, row, ids_ptr, grad_ids_ptr, K, transform,
     WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH_TRANSFORM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient for the columns i, all of them in [lowest, highest); ``first`` as in ``transformed``."""
+    """Write the gradient for the columns i.
+
+    ``near [BLOCK_K]`` is True for the ids among these columns; ``first`` as in ``transformed``.
+    """
     row_max, log_sum, p_coef, p_logp_coef, mix_coef, ratio, zero_a = row
     log_p = (transformed(x, i, transform, ACC, first) - row_max) - log_sum
     p = tl.exp2(log_p * LOG2E)
@@ -282,16 +293,19 @@ def _store_grad(
         grad = p * p_coef
     if WITH_MIX:
         grad += mix_coef * tl.where(zero_a, 1.0, p / (p + ratio))
-    if tl.max(((ids >= lowest) & (ids < highest)).to(tl.int32), 0) > 0:
-        zero = 0 if first is None else first
-        if ids.shape[0] <= 8:  # a loop of unknown length takes a third more registers
-            for k in tl.static_range(ids.shape[0]):
+    zero = 0 if first is None else first
+    if near.shape[0] <= 4:  # with eight, the compiler makes every tile compare
+        if tl.max(near.to(tl.int32), 0) > 0:
+            for k in tl.static_range(near.shape[0]):
                 id_mask = k < K
                 hot = tl.load(ids_ptr + k, mask=id_mask, other=-1).to(tl.int32)
                 grad = tl.where(i == hot - zero, grad + tl.load(grad_ids_ptr + k, mask=id_mask), grad)
-        else:
-            for k in range(K):
-                grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(grad_ids_ptr + k), grad)
+    else:  # a row of many ids has some in most tiles, but few in each
+        k = _next(near, -1)
+        while k < near.shape[0]:
+            hot = tl.load(ids_ptr + k).to(tl.int32)
+            grad = tl.where(i == hot - zero, grad + tl.load(grad_ids_ptr + k), grad)
+            k = _next(near, k)
     if THROUGH_TRANSFORM:
         grad = logits_transform_bwd(grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
@@ -338,18 +352,20 @@ def _row_stats_bwd(
             ahead = tile - BLOCK_V
             x_ahead = tl.load(logits_ptr + at + ahead + i, mask=i >= start - ahead, eviction_policy="evict_first")
             column = first + tile
+            near = (ids >= column) & (ids < column + BLOCK_V)
             _store_grad(
-                x, out_ptr + out_at + tile, i, i < end - tile, column, column, column + BLOCK_V, row_terms,
-                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH_TRANSFORM, ACC,
+                x, out_ptr + out_at + tile, i, i < end - tile, column, near, row_terms,
+                ids_ptr + ids_at, grad_ids_ptr + ids_at, K, transform, WITH_LOG, WITH_MIX, THROUGH_TRANSFORM, ACC,
             )  # fmt: skip
             x = x_ahead
             tile = ahead
         if start == 0:
             x_few = tl.load(logits_ptr + row + v, mask=ragged_mask)
             tl.debug_barrier()  # in place, all threads, also those beyond the 2 WIDE columns, must load before a store
+            near = (ids >= 0) & ((ids < first) | (ids >= first + wide))
             _store_grad(
-                x_few, out_ptr + out_row, v, ragged_mask, None, 0, V, row_terms,
-                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH_TRANSFORM, ACC,
+                x_few, out_ptr + out_row, v, ragged_mask, None, near, row_terms,
+                ids_ptr + ids_at, grad_ids_ptr + ids_at, K, transform, WITH_LOG, WITH_MIX, THROUGH_TRANSFORM, ACC,
             )  # fmt: skip
     else:
         for tile in range(start, end, BLOCK_V):

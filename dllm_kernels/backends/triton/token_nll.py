@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.backends.triton import _launch, _math, _tiles
-from dllm_kernels.backends.triton._launch import FUSED, PER_ROW, SIZES, TRANSFORM
+from dllm_kernels.backends.triton._launch import FUSED, PER_ROW, SIZES
 from dllm_kernels.backends.triton._math import IGNORE, LOG2E, NO_COLUMN
 from dllm_kernels.backends.triton._transform import arguments
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -147,7 +147,7 @@ def _token_nll_merge(
         store_row(n, 0.0, 0.0, 0.0, False, IGNORE, out, WITH_CORRECT, WITH_IDS)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["L", "V", *TRANSFORM, "TILES", "SPLITS"])
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_bwd(
     logits_ptr, target_ptr, scale_ptr, factor_ptr, max_ptr, log_sum_ptr, out_ptr,
     L, stride_b, stride_l, out_stride_b, out_stride_l, V, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
