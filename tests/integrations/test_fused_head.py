@@ -642,6 +642,23 @@ def test_a_checkpointed_function_of_deferred_logits(name):
         torch.testing.assert_close(run(), plain)
 
 
+@pytest.mark.parametrize("of", [torch.logsumexp, lambda t, dim: (t * t.detach()).sum(dim)])
+def test_a_checkpointed_function_of_a_term_under_hooks_of_saved_tensors(of):
+    """The checkpoint then saves a copy of its argument, which has a graph."""
+    model, x = Model(dtype=torch.float64), Batch()
+
+    def run():
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            loss = checkpoint(lambda z: of(z, -1).sum(), model(x.noisy).clamp(-1, 1), use_reentrant=False)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = run()
+    with fused_head(model, on_logits="raise"):
+        torch.testing.assert_close(run(), plain)
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
