@@ -44,6 +44,7 @@ class Rows(Form):
         state: autocast state of the head call.
         versions: detects changes of the hidden states and of the head's parameters.
         pending: statistics of logits of this head call that are not computed yet.
+        sums: losses of calls of the head, in the thread of this call, that are not computed yet.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -54,6 +55,7 @@ class Rows(Form):
     state: CallState
     versions: Versions
     pending: list[Any]
+    sums: list[Any]
     owner: Callable[[], Any]
 
     @property
@@ -117,7 +119,7 @@ class Rows(Form):
         return copy
 
 
-FIELDS = "head", "split_head", "axis", "state", "versions", "needs", "pending", *Form.__annotations__
+FIELDS = "head", "split_head", "axis", "state", "versions", "needs", "pending", "sums", *Form.__annotations__
 
 
 class DeferredLogits(Rows, DeferredTensor):
@@ -143,7 +145,7 @@ class DeferredLogits(Rows, DeferredTensor):
         recipe.sums = head.sums
         return cls.create(
             meta, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
-            needs=needs, pending=[],
+            needs=needs, pending=[], sums=recipe.sums,
         )  # fmt: skip
 
     @property

@@ -118,7 +118,7 @@ def _maximum(x: Any, call: Call) -> Any:
 
     best = stat(logits, "max" if kind == Z else "of max", finish, x.dtype, keepdim, best=True)
     if isinstance(best, DeferredStat):
-        add_alive(logits.head.sums, best)  # is computed before the head gets a gradient
+        add_alive(logits.sums, best)  # is computed before the head gets a gradient
     if alone:
         return best
     ids = BestIds.of(best, found) if isinstance(best, DeferredStat) else found[0]

@@ -977,3 +977,23 @@ def test_heads_of_two_threads_do_not_mix():
     assert len(results) == len(threads)
     for found, plain in results.values():
         torch.testing.assert_close(found, plain)
+
+
+def test_a_backward_pass_leaves_losses_of_another_thread_to_it(monkeypatch):
+    """It computes losses of its own thread that are pending, because the head may change after it."""
+    model, x = Model(), Batch()
+    weighted_nll, threads = dllm_kernels.ops.weighted_nll, []
+
+    def counted(*args, **kwargs):
+        threads.append(threading.get_ident())
+        return weighted_nll(*args, **kwargs)
+
+    monkeypatch.setattr("dllm_kernels.ops.weighted_nll", counted)
+    with fused_head(model, on_logits="raise"):
+        losses = [F.cross_entropy(model(x.noisy).mT, x.ids) for _ in range(2)]
+        thread = threading.Thread(target=lambda: F.cross_entropy(model(x.noisy).mT, x.ids).backward())
+        thread.start()
+        thread.join()
+        assert len(threads) == 1 and threading.get_ident() not in threads
+        losses[0].backward()
+        assert threads[1:] == [threading.get_ident()] * 2
