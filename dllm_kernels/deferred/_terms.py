@@ -63,6 +63,16 @@ class Term(DeferredTensor):
                 expression=expression,
             )  # fmt: skip
 
+    @property
+    def noted(self) -> list[Any]:
+        """Tensors without a graph that have entries of logits of the head call."""
+        return self.logits.noted
+
+    @property
+    def values_key(self) -> Any:
+        """Equal for terms with the same values; None if only a term itself has them."""
+        return None if self.kind is None else (self.logits.values_key, self.kind, self.factor, self.dtype)
+
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return a copy, which a Function or torch may give a graph later."""
         return self._like(step(self.meta), self.tapped(), Step(step, self.logits.restored, sources))

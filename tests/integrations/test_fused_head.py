@@ -994,6 +994,7 @@ def test_a_backward_pass_leaves_losses_of_another_thread_to_it(monkeypatch):
         thread = threading.Thread(target=lambda: F.cross_entropy(model(x.noisy).mT, x.ids).backward())
         thread.start()
         thread.join()
-        assert len(threads) == 1 and threading.get_ident() not in threads
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
         losses[0].backward()
         assert threads[1:] == [threading.get_ident()] * 2
