@@ -188,7 +188,8 @@ class DeferredTensor(Tensor, Deferred):
 
     def dense(self, use: str = "backward") -> Tensor:
         """Return the values without a graph."""
-        self._note_need()
+        if use != "backward":  # the backward of an operation that computed the tensor recomputes no function
+            self._note_need()
         if self._value is not None:
             return self._value.detach()
         if self._dense is None:

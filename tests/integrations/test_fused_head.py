@@ -642,6 +642,23 @@ def test_a_checkpointed_function_of_deferred_logits(name):
         torch.testing.assert_close(run(), plain)
 
 
+def test_a_checkpointed_function_of_logits_whose_values_are_needed_after_it():
+    """Its recomputation computes from the hidden states, although the backward pass has needed the values before."""
+    model, x = Model(dtype=torch.float64), Batch()
+
+    def run():
+        model.zero_grad()
+        z = model(x.noisy)
+        loss = checkpoint(lambda z: F.cross_entropy(z.mT, x.ids, reduction="none").mean(), z, use_reentrant=False)
+        loss = loss + z.sort(-1).values.mean() + torch.vmap(lambda row: row.logsumexp(-1))(z.flatten(0, 1)).mean()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = run()
+    with fused_head(model, on_logits="allow"):
+        torch.testing.assert_close(run(), plain)
+
+
 @pytest.mark.parametrize("of", [torch.logsumexp, lambda t, dim: (t * t.detach()).sum(dim)])
 def test_a_checkpointed_function_of_a_term_under_hooks_of_saved_tensors(of):
     """The checkpoint then saves a copy of its argument, which has a graph."""
