@@ -266,7 +266,8 @@ class DeferredTensor(Tensor, Deferred):
     def _become_values(self) -> None:
         """Make the graph of the values that of this tensor."""
         with plainly():
-            if _graph.becomes(self):  # the values have another node now, to which no gradient of this one goes
+            # The values have another node now, to which no gradient of this one goes. Torch moves a retained gradient.
+            if _graph.becomes(self) and not self.retains_grad:
                 self.detach_()
             _graph.become(self, self._value)  # type: ignore[arg-type]
             self._node, self._linked = self.grad_fn, self._value.grad_fn  # type: ignore[union-attr]
