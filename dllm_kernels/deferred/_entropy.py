@@ -209,7 +209,7 @@ def _gathered(p: Term, call: Call) -> Any:
         logs = logs + (stats.lse + shift.of(stats, axis)).unsqueeze(-1) if kind == EXP else logs
         return ((logs if kind == LOG_P else logs.exp()) * factor).to(dtype)
 
-    return picked(x, ids, value, dtype, best=shift.best)
+    return picked(x, ids, value, dtype, best=shift.best, of=p)
 
 
 def _product_of_logits(x: Any, call: Call) -> Any:

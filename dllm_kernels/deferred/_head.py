@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -60,7 +61,7 @@ class FusedHead:
     Attributes:
         materialized: number of times that the logits of a head call were computed, because an operation needed them.
         called: True after the first call of the head, in a compiled graph after it was traced.
-        sums: losses that are not computed yet.
+        sums: losses of the head calls of this thread that are not computed yet.
         logits_fields: fields of the records of its logits.
     """
 
@@ -71,7 +72,11 @@ class FusedHead:
         self.logits_fields = logits_fields
         self.materialized = 0
         self.called = False
-        self.sums: list[weakref.ref[Any]] = []
+        self._of_thread = threading.local()
+
+    @property
+    def sums(self) -> list[weakref.ref[Any]]:  # a loss must not be computed by two threads at a time
+        return vars(self._of_thread).setdefault("sums", [])  # type: ignore[no-any-return]
 
     def replaced_forward(self) -> contextlib.AbstractContextManager[None]:
         """Replace the forward of the module within the context."""

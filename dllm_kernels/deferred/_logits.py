@@ -43,6 +43,8 @@ class Rows(Form):
         state: autocast state of the head call.
         versions: detects changes of the hidden states and of the head's parameters.
         pending: statistics of logits of this head call that are not computed yet.
+        sums: losses of calls of the head, in the thread of this call, that are not computed yet.
+        noted: tensors without a graph that have entries of logits of this head call.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -53,6 +55,8 @@ class Rows(Form):
     state: CallState
     versions: Versions
     pending: list[Any]
+    sums: list[Any]
+    noted: list[Any]
     owner: Callable[[], Any]
 
     @property
@@ -116,7 +120,7 @@ class Rows(Form):
         return copy
 
 
-FIELDS = "head", "split_head", "axis", "state", "versions", "needs", "pending", *Form.__annotations__
+FIELDS = "head", "split_head", "axis", "state", "versions", "needs", "pending", "sums", "noted", *Form.__annotations__
 
 
 class DeferredLogits(Rows, DeferredTensor):
@@ -142,7 +146,7 @@ class DeferredLogits(Rows, DeferredTensor):
         recipe.sums = head.sums
         return cls.create(
             meta, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
-            needs=needs, pending=[],
+            needs=needs, pending=[], sums=recipe.sums, noted=[],
         )  # fmt: skip
 
     @property
@@ -154,6 +158,12 @@ class DeferredLogits(Rows, DeferredTensor):
     def product_key(self) -> tuple[Any, ...]:
         """Equal for logits of the same rows, but for what is done to them."""
         return id(self.pending), self.axis, self.shape, *product_key(self.parts, self)
+
+    @property
+    def values_key(self) -> tuple[Any, ...]:
+        """Equal for logits with the same values."""
+        shift = self.shift._replace(rows=None), id(self.shift.rows)
+        return *self.product_key, *self.transform_key, self.dtype, self.log_probs, shift, id(self.overwritten)
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts with the values of freed ones; the parts of a derived tensor have their values."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._graph._plain import any_dtensor
+from dllm_kernels.deferred._entries import note
 from dllm_kernels.deferred._entropy import EXP, LOG_P, P
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, on_classes, rule
@@ -117,8 +118,9 @@ def _maximum(x: Any, call: Call) -> Any:
         return values(stats)  # type: ignore[no-any-return]
 
     best = stat(logits, "max" if kind == Z else "of max", finish, x.dtype, keepdim, best=True)
+    note(x, best, lambda z: call.on(z) if alone else call.on(z)[0])
     if isinstance(best, DeferredStat):
-        add_alive(logits.head.sums, best)  # is computed before the head gets a gradient
+        add_alive(logits.sums, best)  # is computed before the head gets a gradient
     if alone:
         return best
     ids = BestIds.of(best, found) if isinstance(best, DeferredStat) else found[0]
@@ -146,6 +148,7 @@ def _top(x: Any, call: Call) -> Any:
         stat_ = picked(logits, ids, lambda stats: values(stats).to(dtype), dtype, best=best)
         stat_.know(largest)
         largest = stat_
+    note(x, largest, lambda z: call.on(z)[0])
     return torch.return_types.topk((largest, ids.movedim(-1, axis)))
 
 

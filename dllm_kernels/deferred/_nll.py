@@ -223,7 +223,7 @@ class DeferredSum(Pending):
             return self.materialize()
         self._waits = True
         self.join()
-        add_alive(self.logits.head.sums, self)
+        add_alive(self.logits.sums, self)
         return self
 
     def needed_stats(self) -> NeededStats:

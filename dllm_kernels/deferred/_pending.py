@@ -109,7 +109,7 @@ class Pending(DeferredTensor):
 
     def leave(self) -> None:
         """Leave the lists: the values are not needed."""
-        for members in (self.logits.pending, self.logits.head.sums):
+        for members in (self.logits.pending, self.logits.sums):
             members[:] = [ref for ref in members if ref() is not self]
 
     @property

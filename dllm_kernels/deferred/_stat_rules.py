@@ -10,6 +10,7 @@ import torch
 from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
+from dllm_kernels.deferred._entries import note
 from dllm_kernels.deferred._logits import DeferredLogits, on_classes, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
@@ -27,7 +28,9 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
     if ids is None or takes_skipped(x, ids) or (x.overwritten is not None and ids.shape[-1] > 1):
         return NotImplemented
     if log_probs and ids.shape[-1] == 1:
-        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0).unsqueezed(x.axis).result()
+        nll, dim = DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0), x.axis
+        target = nll.target.unsqueeze(dim)
+        return note(x, nll.unsqueezed(dim).result(), lambda z: z.gather(dim, target))
     shift, axis = NO_SHIFT if log_probs else x.shift, x.axis
 
     def values(stats: Stats) -> Tensor:
@@ -64,14 +67,18 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
 
 
 def picked(
-    x: DeferredLogits, ids: Tensor, finish: Callable[[Stats], Tensor], dtype: torch.dtype, best: bool = False
-) -> Any:
-    """Return values of the ids, with their dimension at the class dimension of the logits."""
+    x: DeferredLogits, ids: Tensor, finish: Callable[[Stats], Tensor], dtype: torch.dtype, best: bool = False,
+    of: Any = None,
+) -> Any:  # fmt: skip
+    """Return values of the ids, with their dimension at the class dimension of the logits; ``of``: a term of these."""
     axis = x.axis
     ids = ids.where(ids != IGNORE, -1)  # out of range, too, which is not checked on a GPU
     meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
     request = NeededStats(lambda stats: finish(stats).movedim(-1, axis), ids, best=best)
-    return DeferredStat.from_logits(x, "picked", request, meta)
+    index = ids.movedim(-1, axis)
+    return note(
+        x if of is None else of, DeferredStat.from_logits(x, "picked", request, meta), lambda z: z.gather(axis, index)
+    )
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:

@@ -29,7 +29,7 @@ from dllm_kernels._graph._private import (
     transforms_active,
     views_tracked,
 )
-from dllm_kernels.deferred import _graph
+from dllm_kernels.deferred import _entries, _graph
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._released import release_sources
 
@@ -99,6 +99,7 @@ class DeferredTensor(Tensor, Deferred):
     _changed_view: DeferredTensor | None = None  # that a Function may have marked dirty, kept until the next `sync`
     _copy: bool = False  # has the values of a tensor that requires a gradient; a Function or torch may make its graph
     _together: Any = None  # returns the values of this view, created by one operation with those of other views
+    _entries: Any = None  # key of the tensor that the values are entries of, and a function that selects them
     _needed_in: int = -1  # the backward pass in which a function that is recomputed has needed the values
 
     @classmethod
@@ -188,7 +189,8 @@ class DeferredTensor(Tensor, Deferred):
 
     def dense(self, use: str = "backward") -> Tensor:
         """Return the values without a graph."""
-        self._note_need()
+        if use != "backward":  # the backward of an operation that computed the tensor recomputes no function
+            self._note_need()
         if self._value is not None:
             return self._value.detach()  # type: ignore[no-any-return]
         if self._dense is None:
@@ -265,7 +267,8 @@ class DeferredTensor(Tensor, Deferred):
     def _become_values(self) -> None:
         """Make the graph of the values that of this tensor."""
         with plainly():
-            if _graph.becomes(self):  # the values have another node now, to which no gradient of this one goes
+            # The values have another node now, to which no gradient of this one goes. Torch moves a retained gradient.
+            if _graph.becomes(self) and not self.retains_grad:
                 self.detach_()
             _graph.become(self, self._value)
             self._node, self._linked = self.grad_fn, self._value.grad_fn
@@ -552,7 +555,7 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     changed = (args or [kwargs.get("input")])[0] if in_place else kwargs.get("out")
     if not isinstance(changed, DeferredTensor):
-        plain_args, plain_kwargs = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
+        plain_args, plain_kwargs = _pytree.tree_map(lambda x: _beside(x, objects, name), (args, kwargs))
         for x in objects if in_place or name in EXPOSING else ():  # a list, or the caller, may change the values
             for each in x.family():
                 each.materialize(name)
@@ -596,6 +599,11 @@ def _without_function(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _plain(x: Any, use: str) -> Any:
     return x.materialize(use) if isinstance(x, DeferredTensor) else x
+
+
+def _beside(x: Any, objects: list[DeferredTensor], use: str) -> Any:
+    entries = _entries.beside(x, objects, use)
+    return _plain(x, use) if entries is None else entries
 
 
 def _shares(result: Any, values: Any) -> bool:

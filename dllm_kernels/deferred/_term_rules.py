@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels.deferred._affine import VALUES, affine_of
+from dllm_kernels.deferred._entries import are_entries
 from dllm_kernels.deferred._expressions import Operation, RowFunction, moved
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import CASTS, RULES, DeferredLogits, cast_dtype, like
@@ -38,6 +39,8 @@ ELEMENTWISE = (
     "sigmoid", "softplus", "special_entr", "special_xlogy", "sqrt", "square", "sub", "subtract", "tanh",
     "where", "xlogy",
 )  # fmt: skip
+
+COMPARISONS = "eq", "ge", "gt", "le", "lt", "ne"
 
 
 def _fallback(*names: str) -> Callable[[Rule], Rule]:
@@ -76,6 +79,8 @@ def _elementwise(x: Any, call: Call) -> Any:
     if "out" in call.kwargs or call.kwargs.get("inplace"):
         return NotImplemented
     function = call.function
+    if function.__name__.strip("_") in COMPARISONS and any(are_entries(other, x) for other in call.args):
+        return NotImplemented
     return recorded(
         lambda args, kwargs: function(*args, **kwargs), _arguments(x, call), call.kwargs, operation=function.__name__
     )

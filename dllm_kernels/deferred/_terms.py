@@ -8,6 +8,7 @@ logits, such as a teacher's, may occur in the expression if they require no grad
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,9 +63,19 @@ class Term(DeferredTensor):
                 expression=expression,
             )  # fmt: skip
 
+    @property
+    def noted(self) -> list[Any]:
+        """Tensors without a graph that have entries of logits of the head call."""
+        return self.logits.noted
+
+    @property
+    def values_key(self) -> Any:
+        """Equal for terms with the same values; None if only a term itself has them."""
+        return None if self.kind is None else (self.logits.values_key, self.kind, self.factor, self.dtype)
+
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
-        """Return a copy."""
-        return self.of(self.logits, sources, step, step(self.meta), self.operation)
+        """Return a copy, which a Function or torch may give a graph later."""
+        return self._like(step(self.meta), self.tapped(), Step(step, self.logits.restored, sources))
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values; the report names the operation of the plain loop that computes them."""
@@ -79,7 +90,9 @@ class Term(DeferredTensor):
 def expression_of(x: Any) -> Any:
     """Return the expression of deferred logits or of a term, or None."""
     if isinstance(x, Term):
-        return x.expression
+        expression = x.expression
+        constant = expression is not None and expression.needs_grad and not x.needs_grad  # a copy without a graph
+        return replace(expression, needs_grad=False) if constant else expression
     plain = x.fusible and x.axis == x.ndim - 1 and x.overwritten is None and not x.skip_finite
     if not plain or any_dtensor(*x.parts):
         return None

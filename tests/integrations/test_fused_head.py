@@ -661,6 +661,40 @@ def test_a_checkpointed_function_of_deferred_logits(name):
         torch.testing.assert_close(run(), plain)
 
 
+def test_a_checkpointed_function_of_logits_whose_values_are_needed_after_it():
+    """Its recomputation computes from the hidden states, although the backward pass has needed the values before."""
+    model, x = Model(dtype=torch.float64), Batch()
+
+    def run():
+        model.zero_grad()
+        z = model(x.noisy)
+        loss = checkpoint(lambda z: F.cross_entropy(z.mT, x.ids, reduction="none").mean(), z, use_reentrant=False)
+        loss = loss + z.sort(-1).values.mean() + torch.vmap(lambda row: row.logsumexp(-1))(z.flatten(0, 1)).mean()
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = run()
+    with fused_head(model, on_logits="allow"):
+        torch.testing.assert_close(run(), plain)
+
+
+@pytest.mark.parametrize("of", [torch.logsumexp, lambda t, dim: (t * t.detach()).sum(dim)])
+def test_a_checkpointed_function_of_a_term_under_hooks_of_saved_tensors(of):
+    """The checkpoint then saves a copy of its argument, which has a graph."""
+    model, x = Model(dtype=torch.float64), Batch()
+
+    def run():
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            loss = checkpoint(lambda z: of(z, -1).sum(), model(x.noisy).clamp(-1, 1), use_reentrant=False)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = run()
+    with fused_head(model, on_logits="raise"):
+        torch.testing.assert_close(run(), plain)
+
+
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
@@ -981,3 +1015,24 @@ def test_heads_of_two_threads_do_not_mix():
     assert len(results) == len(threads)
     for found, plain in results.values():
         torch.testing.assert_close(found, plain)
+
+
+def test_a_backward_pass_leaves_losses_of_another_thread_to_it(monkeypatch):
+    """It computes losses of its own thread that are pending, because the head may change after it."""
+    model, x = Model(), Batch()
+    weighted_nll, threads = dllm_kernels.ops.weighted_nll, []
+
+    def counted(*args, **kwargs):
+        threads.append(threading.get_ident())
+        return weighted_nll(*args, **kwargs)
+
+    monkeypatch.setattr("dllm_kernels.ops.weighted_nll", counted)
+    with fused_head(model, on_logits="raise"):
+        losses = [F.cross_entropy(model(x.noisy).mT, x.ids) for _ in range(2)]
+        thread = threading.Thread(target=lambda: F.cross_entropy(model(x.noisy).mT, x.ids).backward())
+        thread.start()
+        thread.join()
+        assert len(threads) == 1
+        assert threading.get_ident() not in threads
+        losses[0].backward()
+        assert threads[1:] == [threading.get_ident()] * 2

@@ -382,6 +382,72 @@ def nll_loss_of(log_probs, x):
     return -log_probs.gather(-1, x.ids[..., None]).squeeze(-1)[x.masked].exp().sum()
 
 
+def rank(z, x):
+    return (z >= picked(z, x).unsqueeze(-1)).sum(-1)
+
+
+def hinge(z, x):
+    margin = (z - picked(z, x)[..., None]).relu()
+    return margin.sum() / (margin > 0).sum()
+
+
+# Logits beside their own entries; the results are counts, but for the last one.
+ENTRIES = {
+    "the rank of a target": rank,
+    "of log-probabilities": lambda z, x: rank(z.log_softmax(-1), x),
+    "of probabilities": lambda z, x: rank(z.softmax(-1), x),
+    "of a view without a graph": lambda z, x: rank(z[:, 1:].detach(), Shifted(x)),
+    "the maximum": lambda z, x: (z == z.max(-1, keepdim=True).values).sum(-1),
+    "the maximum of probabilities": lambda z, x: (lambda p: (p.amax(-1)[..., None] <= p).sum(-1))((z / 3).softmax(-1)),
+    "the maximum of detached logits": lambda z, x: (z.detach() < z.detach().amax(-1, True)).sum(-1),
+    "the maximum, as a number per row": lambda z, x: torch.eq(z, z.detach().max(-1)[0].unsqueeze(-1)).sum(-1),
+    "the largest of a mixture": lambda z, x: (lambda y: (y < y.topk(3).values[..., -1:]).sum(-1))(
+        z.roll(1, 0) + 1.5 * (z - z.roll(1, 0))
+    ),
+    "another tensor": lambda z, x: (z * 2 >= z.max(-1, keepdim=True).values).sum(-1),
+    "a hinge loss": hinge,
+}
+
+
+class Shifted:
+    def __init__(self, x):
+        self.ids = x.ids[:, 1:]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_comparison_with_entries_of_the_logits_is_exact(name):
+    model, x = Model().double(), Batch()
+
+    def run():
+        model.zero_grad()
+        out = ENTRIES[name](model(x.noisy), x)
+        if out.requires_grad:
+            out.backward()
+        return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    plain = run()
+    with fused_head(model, on_logits="allow"):
+        torch.testing.assert_close(run(), plain)
+    if not plain[0].is_floating_point():
+        with torch.no_grad(), fused_head(model, on_logits="allow"):
+            assert torch.equal(ENTRIES[name](model(x.noisy), x), plain[0])
+
+
+def test_entries_that_were_changed_are_compared_as_they_are():
+    model, x = Model().double(), Batch()
+
+    def run():
+        with torch.no_grad():
+            z = model(x.noisy)
+            best = z.amax(-1, keepdim=True)
+            best -= 1
+            return (z > best).sum(-1)
+
+    plain = run()
+    with fused_head(model, on_logits="allow"):
+        assert torch.equal(run(), plain)
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatch):
     calls = []

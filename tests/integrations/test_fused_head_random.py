@@ -144,6 +144,13 @@ see(torch.func.hessian(lambda r: r.logsumexp(-1))(z[0, 0].detach()))
 z = lg(model(x)).double()
 see(z.view(torch.int64).shape)
 see(z.detach().as_strided((2, V), (V, 1), V).storage_offset())""",
+    "a retained gradient between changes in place": """
+z = lg(model(x))
+z *= 0.5
+z.retain_grad()
+z += 0.5
+(z.logsumexp(-1) ** 2).sum().backward()
+see(z.grad)""",
     "values in a checkpoint after save_on_cpu": """
 z = lg(model(x))
 with torch.autograd.graph.save_on_cpu():
