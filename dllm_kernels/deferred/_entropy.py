@@ -125,8 +125,9 @@ def _logarithm(p: Term, call: Call) -> Any:
     if dtype is None or factor != 1 or call.args or call.kwargs or p.needs_grad != x.needs_grad:
         return NotImplemented
     if base == 1 and p.kind == P:
-        changes = {"log_probs": True, "skip_finite": False, "owns": True, "meta": torch.empty_like(p.meta, dtype=dtype)}
-        return x.after([p], lambda t: t.log().to(dtype), p.tapped(), **changes)
+        changes = {"log_probs": True, "of_probs": p.dtype if p.dtype.itemsize == 2 else None, "skip_finite": False}
+        meta = torch.empty_like(p.meta, dtype=dtype)
+        return x.after([p], lambda t: t.log().to(dtype), p.tapped(), owns=True, meta=meta, **changes)
     if p.kind == P and x.infinite:
         return NotImplemented
     return _changed(p, call, LOG_P if p.kind == P else LOG_P_LOW, base, dtype)

@@ -126,6 +126,8 @@ class Leaf:
             chunk.values[key] = z if bias is None or bias.filled is None else z.masked_fill(bias.filled, -torch.inf)
         z = chunk.values[key]
         z = z if self.needs_grad else z.detach()
+        if self.logits.of_probs is not None:  # its rounding is not that of log_softmax, and cancels in p log p
+            return z.softmax(-1).to(self.logits.of_probs).log().to(self.dtype)
         return z.log_softmax(-1, dtype=self.dtype) if self.logits.log_probs else z.to(self.dtype)
 
     @torch.no_grad()

@@ -162,8 +162,8 @@ class DeferredLogits(Rows, DeferredTensor):
     @property
     def values_key(self) -> tuple[Any, ...]:
         """Equal for logits with the same values."""
-        shift = self.shift._replace(rows=None), id(self.shift.rows)
-        return *self.product_key, *self.transform_key, self.dtype, self.log_probs, shift, id(self.overwritten)
+        shift, log_probs = (self.shift._replace(rows=None), id(self.shift.rows)), (self.log_probs, self.of_probs)
+        return *self.product_key, *self.transform_key, self.dtype, *log_probs, shift, id(self.overwritten)
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts with the values of freed ones; the parts of a derived tensor have their values."""
@@ -429,4 +429,4 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
     def step(z: Tensor) -> Tensor:  # the meta device has no autocast
         return call.on(z).to(dtype)  # type: ignore[no-any-return]
 
-    return x.elementwise(step, dtype, log_probs=True)
+    return x.elementwise(step, dtype, log_probs=True, of_probs=None)

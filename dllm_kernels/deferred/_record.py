@@ -137,6 +137,7 @@ class Form:
         scale: factor after the cap.
         cap: soft cap, or None.
         log_probs: True for log-probabilities.
+        of_probs: 16-bit dtype of the softmax that log-probabilities are the logarithm of, or None.
         bias_factor: factor of the bias, in sums of logits.
         columns: classes of the head, None for all.
         skip: class that is never predicted, because its logit is -inf or so low that its probability is 0, or None.
@@ -149,6 +150,7 @@ class Form:
     scale: Fraction = ONE
     cap: Fraction | None = None
     log_probs: bool = False
+    of_probs: torch.dtype | None = None
     bias_factor: Fraction = ONE
     columns: range | None = None
     skip: int | None = None

@@ -55,7 +55,7 @@ def combined(x: DeferredLogits, call: Call) -> Any:
             lse = z.exp().sum(axis, keepdim=True).log() if by_exp else z.logsumexp(axis, keepdim=True)
             return (z - lse).to(dtype)
 
-        return x.after([x], normalized, meta=meta, owns=True, log_probs=True, shift=NO_SHIFT)
+        return x.after([x], normalized, meta=meta, owns=True, log_probs=True, of_probs=None, shift=NO_SHIFT)
     if not is_factor(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:
         return NotImplemented
     if not alike(first, second):
