@@ -11,10 +11,37 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dllm_kernels._graph._private import same_storage
 
 Tensor = torch.Tensor
+
+
+class Identity(NamedTuple):
+    """Identifies logits or a term by their values.
+
+    Attributes:
+        key: key of the values, which contains addresses.
+        states: references to the memory of the hidden states, which are not kept alive.
+        kept: the other objects whose addresses are in the key.
+    """
+
+    key: Any
+    states: list[StorageWeakRef]
+    kept: Any
+
+    @classmethod
+    def of(cls, x: Any) -> Identity | None:
+        """Return the identity of logits, or of a term; None if only a term itself has its values."""
+        logits = getattr(x, "logits", x)
+        states = [StorageWeakRef(t.untyped_storage()) for t in logits.parts[:2] if t is not None]  # type: ignore[no-untyped-call]
+        kept = logits.pending, logits.shift.rows, logits.overwritten
+        return None if x.values_key is None else cls(x.values_key, states, kept)
+
+    def is_of(self, x: Any) -> bool:
+        """Return True for logits or a term with the same values."""
+        return self.key == x.values_key and not any(state.expired() for state in self.states)  # type: ignore[no-untyped-call]
 
 
 class Noted(NamedTuple):
@@ -23,7 +50,7 @@ class Noted(NamedTuple):
     Attributes:
         base: reference to the tensor, or to the one that it is a view of.
         version: version of the tensor.
-        key: key of the values of the logits.
+        source: identity of the logits.
         select: returns the entries from the values.
         stride: strides of the tensor.
         offset: offset of the tensor in its memory.
@@ -31,7 +58,7 @@ class Noted(NamedTuple):
 
     base: Callable[[], Tensor | None]
     version: int
-    key: Any
+    source: Identity
     select: Callable[[Tensor], Tensor]
     stride: tuple[int, ...]
     offset: int
@@ -45,11 +72,14 @@ class Noted(NamedTuple):
 
 def note(x: Any, result: Any, select: Callable[[Tensor], Tensor]) -> Any:
     """Note that ``select`` returns the result from the values of ``x``, logits or a term; return the result."""
+    source = Identity.of(x)
+    if source is None:
+        return result
     if hasattr(result, "_entries"):
-        result._entries = x.values_key, select
-    elif x.values_key is not None and not result.is_inference():  # an inference tensor has no version
+        result._entries = source, select
+    elif not result.is_inference():  # an inference tensor has no version
         base = weakref.ref(result if result._base is None else result._base)
-        noted = Noted(base, result._version, x.values_key, select, result.stride(), result.storage_offset())
+        noted = Noted(base, result._version, source, select, result.stride(), result.storage_offset())
         x.noted[:] = [*(each for each in x.noted if each.base() is not None), noted]
     return result
 
@@ -59,7 +89,7 @@ def _noted(t: Any, x: Any) -> Noted | None:
     for noted in x.noted if type(t) is Tensor and not t.is_inference() else ():
         base = noted.base()
         same = base is not None and same_storage(t, base) and t._version == noted.version
-        if same and noted.key == x.values_key:
+        if same and noted.source.is_of(x):
             return noted  # type: ignore[no-any-return]
     return None
 
@@ -81,8 +111,8 @@ def beside(t: Any, objects: Sequence[Any], use: str) -> Any:
     while root._entries is None and len(root.sources) == 1 and not root.watched:
         steps, root = [root._recipe.function, *steps], root.sources[0]
     for x in sources if root._entries is not None and not root.watched else ():
-        key, select = root._entries
-        if key is not None and key == x.values_key:
+        source, select = root._entries
+        if source.is_of(x):
             value = select(x.materialize(use))
             for step in steps:
                 value = step(value)

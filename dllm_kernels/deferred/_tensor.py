@@ -99,7 +99,7 @@ class DeferredTensor(Tensor, Deferred):
     _changed_view: DeferredTensor | None = None  # that a Function may have marked dirty, kept until the next `sync`
     _copy: bool = False  # has the values of a tensor that requires a gradient; a Function or torch may make its graph
     _together: Any = None  # returns the values of this view, created by one operation with those of other views
-    _entries: Any = None  # key of the tensor that the values are entries of, and a function that selects them
+    _entries: Any = None  # identity of the tensor that the values are entries of, and a function that selects them
     _needed_in: int = -1  # the backward pass in which a function that is recomputed has needed the values
 
     @classmethod

@@ -448,6 +448,21 @@ def test_entries_that_were_changed_are_compared_as_they_are():
         assert torch.equal(run(), plain)
 
 
+def test_entries_of_rows_whose_memory_other_rows_took_are_compared_as_they_are():
+    model, ids = Model().double(), torch.arange(V - 1, device=DEVICE)[None]
+    one, other = ids[0].view(2, -1)
+
+    def run():
+        with torch.no_grad():
+            z = model(ids)
+            best = z[:, one].amax(-1, keepdim=True)
+            return torch.stack([(rows >= best).sum(-1) for rows in [z[:, other] for _ in range(50)]])
+
+    plain = run()
+    with fused_head(model, on_logits="allow"):
+        assert torch.equal(run(), plain)
+
+
 @pytest.mark.parametrize("name", TOGETHER)
 def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatch):
     calls = []
