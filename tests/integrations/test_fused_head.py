@@ -734,7 +734,7 @@ def test_rows_that_are_ignored_or_missing(monkeypatch):
             lambda: z.gather(-1, ids[..., None]),
             lambda: z.log_softmax(-1).gather(-1, ids[..., None]),
             lambda: z.softmax(-1).gather(-1, ids[..., None]),
-            lambda: z.log_softmax(-1)[torch.arange(B)[:, None], torch.arange(L), ids],
+            lambda: z.log_softmax(-1)[torch.arange(B, device=DEVICE)[:, None], torch.arange(L, device=DEVICE), ids],
         ):
             with pytest.raises(IndexError, match=rf"^index must lie in \[0, {V}\), got -100 at position "):
                 use()
