@@ -52,7 +52,7 @@ def row_stats(logits: Any, parts: Any, needed: Sequence[NeededStats], argmax: bo
     record = logits.rows_of(parts)
     rows = record.hidden.shape[:-1]
     groups = [a.ids.reshape(*rows, a.ids.shape[-1]) for a in needed if a.ids is not None]
-    ids = torch.cat(groups, -1) if groups else torch.full((*rows, 1), IGNORE, device=record.hidden.device)
+    ids = torch.cat(groups, -1) if groups else record.hidden.new_full((*rows, 1), IGNORE, dtype=torch.int64)
     checks = readable_without_sync(ids) or None  # as torch checks them
     entropy, best, total = (any(getattr(a, name) for a in needed) for name in ("entropy", "best", "total"))
     if best:

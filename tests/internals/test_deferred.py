@@ -392,5 +392,6 @@ def test_numbers_per_class_of_16_bit_logits_are_a_bias_if_this_is_exact(step, bi
     expected = (model(hidden) + numbers).logsumexp(-1)
     with deferred_logits(model):
         out = model(hidden) + numbers
-        assert isinstance(out, DeferredLogits if step == 0.25 and not bias else Term)
+        exact = step == 0.25 and not bias and DEVICE == "cpu"  # on a GPU, reading the numbers would be a host sync
+        assert isinstance(out, DeferredLogits if exact else Term)
         torch.testing.assert_close(out.logsumexp(-1).materialize(), expected, rtol=0.02, atol=0.02)
