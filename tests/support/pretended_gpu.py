@@ -19,6 +19,7 @@ With ``--cases 1`` it is the first of one test and the last of the next, so that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -41,7 +42,7 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime.interpreter import GridExecutor
 
-from dllm_kernels.deferred import _graph, _head
+from dllm_kernels.deferred import _graph, _head, _nll, _pending
 from dllm_kernels.deferred._tensor import DeferredTensor
 
 T = torch.Tensor
@@ -319,6 +320,18 @@ def patch_wrappers() -> None:
     _graph.placeholder = lambda cls, meta, device, *rest: placeholder(cls, meta, CPU, *rest)
     _head.FOLDERS += (__file__,)  # whose frames are not the place of a use
     _graph.PartsGradient.of = classmethod(lambda cls, like, *rest: of(cls, (*like[:2], CPU), *rest))
+    _pending.compute = _nll.compute = in_mode(_pending.compute)
+    _graph.Recipe.values = in_mode(_graph.Recipe.values)
+
+
+def in_mode(function: Any) -> Any:
+    """Return a function that runs in the mode also below ``__torch_function__``, which torch leaves for it."""
+
+    def run(*args: Any) -> Any:
+        with PretendedGpu() if torch.overrides._get_current_function_mode() is None else contextlib.nullcontext():
+            return function(*args)
+
+    return run
 
 
 def cannot(what: str) -> Any:
