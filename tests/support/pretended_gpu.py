@@ -321,15 +321,14 @@ def patch_wrappers() -> None:
     _head.FOLDERS += (__file__,)  # whose frames are not the place of a use
     _graph.PartsGradient.of = classmethod(lambda cls, like, *rest: of(cls, (*like[:2], CPU), *rest))
     _pending.compute = _nll.compute = in_mode(_pending.compute)
-    _graph.Recipe.values = in_mode(_graph.Recipe.values)
 
 
 def in_mode(function: Any) -> Any:
     """Return a function that runs in the mode also below ``__torch_function__``, which torch leaves for it."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with PretendedGpu() if torch.overrides._get_current_function_mode() is None else contextlib.nullcontext():
-            return function(*args)
+            return function(*args, **kwargs)
 
     return run
 
