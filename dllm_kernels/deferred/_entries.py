@@ -34,10 +34,11 @@ class Identity(NamedTuple):
     @classmethod
     def of(cls, x: Any) -> Identity | None:
         """Return the identity of logits, or of a term; None if only a term itself has its values."""
+        if (key := x.values_key) is None:
+            return None
         logits = getattr(x, "logits", x)
         states = [StorageWeakRef(t.untyped_storage()) for t in logits.parts[:2] if t is not None]  # type: ignore[no-untyped-call]
-        kept = logits.pending, logits.shift.rows, logits.overwritten
-        return None if x.values_key is None else cls(x.values_key, states, kept)
+        return cls(key, states, (logits.pending, logits.shift.rows, logits.overwritten))
 
     def is_of(self, x: Any) -> bool:
         """Return True for logits or a term with the same values."""
